@@ -1,0 +1,39 @@
+# Everything a person needs: make demo, make serve, make test.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo serve test lint proto clean
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: install Python 3.11 or newer (with its venv module), or say make PYTHON=..."; exit 1; }
+	@echo "Setting up $(VENV) (once; PyTorch and UCX are large, this takes a minute or two)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.ready ## one prompt through prefill, decode and router on this machine, with its timeline
+	@$(BIN)/python -m demo.run
+
+serve: $(VENV)/.ready ## the same three processes, left running until Ctrl-C
+	@$(BIN)/python -m demo.run --serve
+
+test: lint ## all tests
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready-dev ## style, types, layers, protos
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python proto/generate.py --image build/pd.binpb && $(BIN)/buf lint build/pd.binpb --config proto/buf.yaml
+
+proto: $(VENV)/.ready-dev ## regenerate the stubs beside the protos
+	@$(BIN)/python proto/generate.py
+
+clean: ## forget the virtual environment
+	rm -rf $(VENV)

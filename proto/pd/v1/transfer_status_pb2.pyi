@@ -1,0 +1,88 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.rpc import status_pb2 as _status_pb2
+from pd.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ReportTransferRequest(_message.Message):
+    __slots__ = ("bootstrap_room", "reporter", "recipient", "sequence", "state", "chunks_done", "pages_done", "bytes_done", "failure")
+    BOOTSTRAP_ROOM_FIELD_NUMBER: _ClassVar[int]
+    REPORTER_FIELD_NUMBER: _ClassVar[int]
+    RECIPIENT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_DONE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    bootstrap_room: int
+    reporter: _types_pb2.Instance
+    recipient: _types_pb2.Instance
+    sequence: int
+    state: _types_pb2.TransferState
+    chunks_done: int
+    pages_done: int
+    bytes_done: int
+    failure: _status_pb2.Status
+    def __init__(self, bootstrap_room: _Optional[int] = ..., reporter: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., recipient: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sequence: _Optional[int] = ..., state: _Optional[_Union[_types_pb2.TransferState, str]] = ..., chunks_done: _Optional[int] = ..., pages_done: _Optional[int] = ..., bytes_done: _Optional[int] = ..., failure: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class ReportTransferResponse(_message.Message):
+    __slots__ = ("state", "failure")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    state: _types_pb2.TransferState
+    failure: _status_pb2.Status
+    def __init__(self, state: _Optional[_Union[_types_pb2.TransferState, str]] = ..., failure: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class GetTransferRequest(_message.Message):
+    __slots__ = ("bootstrap_room",)
+    BOOTSTRAP_ROOM_FIELD_NUMBER: _ClassVar[int]
+    bootstrap_room: int
+    def __init__(self, bootstrap_room: _Optional[int] = ...) -> None: ...
+
+class GetTransferResponse(_message.Message):
+    __slots__ = ("transfer",)
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    transfer: _types_pb2.Transfer
+    def __init__(self, transfer: _Optional[_Union[_types_pb2.Transfer, _Mapping]] = ...) -> None: ...
+
+class ListTransfersRequest(_message.Message):
+    __slots__ = ("states", "peer_instance_id", "older_than", "page_size", "page_token")
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    PEER_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    OLDER_THAN_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    states: _containers.RepeatedScalarFieldContainer[_types_pb2.TransferState]
+    peer_instance_id: str
+    older_than: _duration_pb2.Duration
+    page_size: int
+    page_token: str
+    def __init__(self, states: _Optional[_Iterable[_Union[_types_pb2.TransferState, str]]] = ..., peer_instance_id: _Optional[str] = ..., older_than: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListTransfersResponse(_message.Message):
+    __slots__ = ("transfers", "next_page_token")
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    transfers: _containers.RepeatedCompositeFieldContainer[_types_pb2.Transfer]
+    next_page_token: str
+    def __init__(self, transfers: _Optional[_Iterable[_Union[_types_pb2.Transfer, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class WatchTransfersRequest(_message.Message):
+    __slots__ = ("after_sequence",)
+    AFTER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    after_sequence: int
+    def __init__(self, after_sequence: _Optional[int] = ...) -> None: ...
+
+class WatchTransfersResponse(_message.Message):
+    __slots__ = ("transfer",)
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    transfer: _types_pb2.Transfer
+    def __init__(self, transfer: _Optional[_Union[_types_pb2.Transfer, _Mapping]] = ...) -> None: ...
