@@ -1,6 +1,6 @@
 """The one tree of errors: a subclass for each reason a request, a transfer or a handshake can fail.
 
-Raised anywhere, mapped to a gRPC status in control/status.py and to an HTTP status in services/router/http.py, nowhere else.
+Raised anywhere; mapped to a gRPC status in control/status.py and to an HTTP status in services/router/http_errors.py.
 """
 
 from __future__ import annotations

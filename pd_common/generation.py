@@ -1,6 +1,6 @@
 """What a client asks for and what it gets: one request, its sampling rules, and pieces of its answer.
 
-Plain values, used by the router, both engines and the control plane alike; token ids are the only currency between processes.
+Plain values for the router, both engines and the control plane; token ids are the only currency between processes.
 """
 
 from __future__ import annotations

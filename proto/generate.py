@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
+from google.rpc import status_pb2
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent
@@ -18,6 +19,7 @@ def generate(out: Path) -> None:
 
     Raises:
         SystemExit: protoc refused a file; its message is on standard error.
+
     """
     protos = sorted(ROOT.glob("pd/**/*.proto"))
     services = [path for path in protos if "\nservice " in path.read_text()]
@@ -41,8 +43,6 @@ def _protoc(outputs: list[str], protos: Iterable[Path]) -> None:
 
 def _google_rpc_root() -> Path:
     """Folder that holds google/rpc/status.proto (googleapis-common-protos)."""
-    from google.rpc import status_pb2
-
     return Path(status_pb2.__file__).parents[2]
 
 

@@ -79,6 +79,7 @@ class Channel(Protocol):
             PagesInvalid: a remote range lies outside the offered regions (nothing was written).
             TransferFailed: the receiver's memory could not be written.
             PeerLost: the receiver is gone.
+
         """
 
     async def close(self) -> None:
@@ -94,7 +95,8 @@ class InboundPort(Protocol):
 
     async def fence(self) -> None:
         """Tears the port down. When it returns nothing more can arrive through it (for CMA: unless the writer's process
-        still lives on this host, see handoff/quarantine.py)."""
+        still lives on this host, see handoff/quarantine.py).
+        """
 
 
 class Transport(Protocol):
@@ -116,6 +118,7 @@ class Transport(Protocol):
         Raises:
             InvalidRequest: the bytes are not an address of this backend.
             TransferFailed: the port cannot be reached.
+
         """
 
     async def close(self) -> None:

@@ -86,3 +86,25 @@ class WatchTransfersResponse(_message.Message):
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     transfer: _types_pb2.Transfer
     def __init__(self, transfer: _Optional[_Union[_types_pb2.Transfer, _Mapping]] = ...) -> None: ...
+
+class GetPoolRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetPoolResponse(_message.Message):
+    __slots__ = ("pages_total", "pages_free", "pages_quarantined", "slots_total", "slots_free", "slots_quarantined", "live_rooms")
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FREE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    LIVE_ROOMS_FIELD_NUMBER: _ClassVar[int]
+    pages_total: int
+    pages_free: int
+    pages_quarantined: int
+    slots_total: int
+    slots_free: int
+    slots_quarantined: int
+    live_rooms: int
+    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., slots_total: _Optional[int] = ..., slots_free: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., live_rooms: _Optional[int] = ...) -> None: ...

@@ -55,6 +55,11 @@ class TransferStatusStub:
                 request_serializer=pd_dot_v1_dot_transfer__status__pb2.WatchTransfersRequest.SerializeToString,
                 response_deserializer=pd_dot_v1_dot_transfer__status__pb2.WatchTransfersResponse.FromString,
                 _registered_method=True)
+        self.GetPool = channel.unary_unary(
+                '/pd.v1.TransferStatus/GetPool',
+                request_serializer=pd_dot_v1_dot_transfer__status__pb2.GetPoolRequest.SerializeToString,
+                response_deserializer=pd_dot_v1_dot_transfer__status__pb2.GetPoolResponse.FromString,
+                _registered_method=True)
 
 
 class TransferStatusServicer:
@@ -91,6 +96,13 @@ class TransferStatusServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPool(self, request, context):
+        """What the KV pool and the metadata slots are doing. With no room running everything is free or in quarantine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TransferStatusServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -113,6 +125,11 @@ def add_TransferStatusServicer_to_server(servicer, server):
                     servicer.WatchTransfers,
                     request_deserializer=pd_dot_v1_dot_transfer__status__pb2.WatchTransfersRequest.FromString,
                     response_serializer=pd_dot_v1_dot_transfer__status__pb2.WatchTransfersResponse.SerializeToString,
+            ),
+            'GetPool': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPool,
+                    request_deserializer=pd_dot_v1_dot_transfer__status__pb2.GetPoolRequest.FromString,
+                    response_serializer=pd_dot_v1_dot_transfer__status__pb2.GetPoolResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -224,6 +241,33 @@ class TransferStatus:
             '/pd.v1.TransferStatus/WatchTransfers',
             pd_dot_v1_dot_transfer__status__pb2.WatchTransfersRequest.SerializeToString,
             pd_dot_v1_dot_transfer__status__pb2.WatchTransfersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pd.v1.TransferStatus/GetPool',
+            pd_dot_v1_dot_transfer__status__pb2.GetPoolRequest.SerializeToString,
+            pd_dot_v1_dot_transfer__status__pb2.GetPoolResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,8 @@ class TransferStatusStub:
     """Rooms that match, oldest change first."""
     WatchTransfers: _grpc.UnaryStreamMultiCallable[_transfer_status_pb2.WatchTransfersRequest, _transfer_status_pb2.WatchTransfersResponse]
     """Every change after a sequence number, as it happens."""
+    GetPool: _grpc.UnaryUnaryMultiCallable[_transfer_status_pb2.GetPoolRequest, _transfer_status_pb2.GetPoolResponse]
+    """What the KV pool and the metadata slots are doing. With no room running everything is free or in quarantine."""
 
 @_typing.type_check_only
 class TransferStatusAsyncStub(TransferStatusStub):
@@ -61,6 +63,8 @@ class TransferStatusAsyncStub(TransferStatusStub):
     """Rooms that match, oldest change first."""
     WatchTransfers: _aio.UnaryStreamMultiCallable[_transfer_status_pb2.WatchTransfersRequest, _transfer_status_pb2.WatchTransfersResponse]  # type: ignore[assignment]
     """Every change after a sequence number, as it happens."""
+    GetPool: _aio.UnaryUnaryMultiCallable[_transfer_status_pb2.GetPoolRequest, _transfer_status_pb2.GetPoolResponse]  # type: ignore[assignment]
+    """What the KV pool and the metadata slots are doing. With no room running everything is free or in quarantine."""
 
 class TransferStatusServicer(metaclass=_abc_1.ABCMeta):
     """How far: the state of every room on this rank. Served by prefill and decode."""
@@ -99,5 +103,13 @@ class TransferStatusServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_transfer_status_pb2.WatchTransfersResponse], _abc.AsyncIterator[_transfer_status_pb2.WatchTransfersResponse]]:
         """Every change after a sequence number, as it happens."""
+
+    @_abc_1.abstractmethod
+    def GetPool(
+        self,
+        request: _transfer_status_pb2.GetPoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transfer_status_pb2.GetPoolResponse, _abc.Awaitable[_transfer_status_pb2.GetPoolResponse]]:
+        """What the KV pool and the metadata slots are doing. With no room running everything is free or in quarantine."""
 
 def add_TransferStatusServicer_to_server(servicer: TransferStatusServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,67 @@
+"""From engine steps to whoever submitted the rooms: one stream per subscriber, one message per step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+
+from pd_common.errors import InvalidRequest
+from pd_common.generation import Output
+from pd_common.types import BootstrapRoom
+
+
+class OutputHub:
+    """Who gets which room's outputs: one subscriber until the last of them; without one they go nowhere."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, asyncio.Queue[tuple[Output, ...]]] = {}
+        self._owner: dict[BootstrapRoom, str] = {}
+
+    def subscribe(self, subscriber: str) -> None:
+        """Opens the subscriber's queue.
+
+        Raises:
+            InvalidRequest: the name is empty or in use.
+
+        """
+        if not subscriber:
+            raise InvalidRequest("subscriber must not be empty", field="subscriber")
+        if subscriber in self._queues:
+            raise InvalidRequest(f"subscriber {subscriber} is already streaming", field="subscriber")
+        self._queues[subscriber] = asyncio.Queue()
+
+    def unsubscribe(self, subscriber: str) -> tuple[BootstrapRoom, ...]:
+        """Closes the queue; gives the rooms that have not had their last output."""
+        self._queues.pop(subscriber, None)
+        rooms = tuple(room for room, owner in self._owner.items() if owner == subscriber)
+        for room in rooms:
+            del self._owner[room]
+        return rooms
+
+    def require(self, subscriber: str) -> None:
+        """Raises InvalidRequest when there is no such subscriber."""
+        if subscriber not in self._queues:
+            raise InvalidRequest(f"subscriber {subscriber} has no StreamOutputs call", field="subscriber")
+
+    def own(self, room: BootstrapRoom, subscriber: str) -> None:
+        """Sends the room's outputs to the subscriber."""
+        self._owner[room] = subscriber
+
+    def publish(self, outputs: Iterable[Output]) -> None:
+        """Hands one step's outputs over, one tuple for each subscriber."""
+        by_owner: dict[str, list[Output]] = {}
+        for output in outputs:
+            owner = self._owner.get(output.room)
+            if owner is None:
+                continue
+            by_owner.setdefault(owner, []).append(output)
+            if output.is_last:
+                del self._owner[output.room]
+        for owner, batch in by_owner.items():
+            self._queues[owner].put_nowait(tuple(batch))
+
+    async def stream(self, subscriber: str) -> AsyncIterator[tuple[Output, ...]]:
+        """The subscriber's outputs, step by step, for ever."""
+        queue = self._queues[subscriber]
+        while True:
+            yield await queue.get()

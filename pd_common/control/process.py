@@ -1,0 +1,59 @@
+"""What every process does around its wiring: logs, errors at start, background tasks that are never lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from importlib import metadata
+from typing import Any
+
+import click
+
+from pd_common.errors import PdError
+from pd_common.telemetry import logs
+from pd_common.transport.base import TransportInfo
+from pd_common.types import Instance, Role
+
+_log = logging.getLogger(__name__)
+
+SOFTWARE_VERSION = metadata.version("pd-handoff")
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]], log_level: str) -> None:
+    """Runs a process to its end; an error that a person can mend becomes a message and exit code 1."""
+    logs.configure(log_level)
+    try:
+        asyncio.run(main())
+    except PdError as error:
+        raise click.ClickException(error.message) from error
+
+
+def new_instance(role: Role) -> Instance:
+    """The identity of this life of this process."""
+    name = f"{role.value}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return Instance(name, time.time_ns() // 1000)
+
+
+@asynccontextmanager
+async def background(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs endless works beside the block. If one fails the process ends: nothing dies unseen."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(work) for work in works]
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+def announce(what: str, data_plane: TransportInfo | None = None) -> None:
+    """The lines that a person waits for at start."""
+    if data_plane is not None:
+        plane = data_plane
+        names = " ".join(plane.transports)
+        _log.info("data plane: %s %s from %s, transports %s", plane.backend, plane.version, plane.library, names)
+    _log.info("%s", what)

@@ -1,0 +1,382 @@
+"""Bootstrap, TransferStatus, Abort and an engine's Generation: what more than one role serves.
+
+Messages in, domain calls, messages out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import grpc
+from google.rpc import status_pb2
+from opentelemetry.context import Context
+from pd.v1 import (
+    abort_pb2,
+    abort_pb2_grpc,
+    bootstrap_pb2,
+    bootstrap_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    transfer_status_pb2,
+    transfer_status_pb2_grpc,
+    types_pb2,
+)
+
+from pd_common.control import convert
+from pd_common.control.outputs import OutputHub
+from pd_common.control.registry import Registry
+from pd_common.control.status import from_status, to_status
+from pd_common.errors import ClientCancelled, InvalidRequest, PdError, RoomAborted, StaleInstance
+from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo
+from pd_common.handoff.state import Progress, Transfer, TransferState
+from pd_common.handoff.table import TransferTable
+from pd_common.telemetry import spans
+from pd_common.types import BootstrapRoom, Instance
+
+Call = grpc.aio.ServicerContext[Any, Any]
+
+_PAGE_DEFAULT, _PAGE_MOST = 100, 1000
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What the other side says about a room."""
+
+    room: BootstrapRoom
+    reporter: Instance
+    sequence: int
+    state: TransferState
+    progress: Progress
+    failure: PdError | None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """What pages and metadata slots are doing."""
+
+    pages_total: int
+    pages_free: int
+    pages_quarantined: int
+    slots_total: int
+    slots_free: int
+    slots_quarantined: int
+    live_rooms: int
+
+
+class RoomService(Protocol):
+    """What prefill and decode have in common in the eyes of the control plane."""
+
+    @property
+    def instance(self) -> Instance:
+        """Identity of the process's present life."""
+
+    @property
+    def transfers(self) -> TransferTable:
+        """Every room on record."""
+
+    def pool_status(self) -> PoolStatus: ...
+
+    def submit(self, request: GenerationRequest, parent: Context) -> None:
+        """Takes a request in; its outputs go to the hub. Raises PdError when it is refused; then nothing is left."""
+
+    async def abort(self, room: BootstrapRoom, error: PdError) -> TransferState | None:
+        """Ends the room, or remembers it if it is unknown; returns when this process will write nothing more of it."""
+
+    def abandon(self, room: BootstrapRoom, error: PdError) -> None:
+        """Ends a room whose client is gone; does not wait."""
+
+    async def report(self, report: TransferReport) -> Transfer:
+        """Takes in what the other side says; gives the room as it stands here."""
+
+
+class TextModel(Protocol):
+    """What Generation needs of the engine."""
+
+    @property
+    def model_info(self) -> ModelInfo: ...
+
+    def tokenize(self, text: str) -> tuple[int, ...]: ...
+
+    def apply_chat_template(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]: ...
+
+
+def check_recipient(message: types_pb2.Instance, own: Instance) -> None:
+    """Refuses what is meant for an earlier life of this process (or for another one).
+
+    Raises:
+        StaleInstance: always with both names.
+
+    """
+    meant = convert.instance_from(message, "recipient")
+    if meant != own:
+        raise StaleInstance(
+            f"meant for {meant.instance_id} (epoch {meant.epoch}); this is {own.instance_id} (epoch {own.epoch})",
+            expected=f"{own.instance_id}/{own.epoch}",
+            got=f"{meant.instance_id}/{meant.epoch}",
+        )
+
+
+class BootstrapServicer(bootstrap_pb2_grpc.BootstrapServicer):
+    """Serves a Registry."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._changed = asyncio.Condition()
+
+    async def RegisterRank(
+        self, request: bootstrap_pb2.RegisterRankRequest, context: Call
+    ) -> bootstrap_pb2.RegisterRankResponse:
+        self._registry.register(convert.rank_from(request.rank), time.monotonic())
+        await self._announce()
+        return bootstrap_pb2.RegisterRankResponse(lease=convert.duration_to(self._registry.lease_s))
+
+    async def RenewLease(
+        self, request: bootstrap_pb2.RenewLeaseRequest, context: Call
+    ) -> bootstrap_pb2.RenewLeaseResponse:
+        self._registry.renew(convert.instance_from(request.instance, "instance"), time.monotonic())
+        return bootstrap_pb2.RenewLeaseResponse(lease=convert.duration_to(self._registry.lease_s))
+
+    async def UnregisterRank(
+        self, request: bootstrap_pb2.UnregisterRankRequest, context: Call
+    ) -> bootstrap_pb2.UnregisterRankResponse:
+        self._registry.unregister(convert.instance_from(request.instance, "instance"))
+        await self._announce()
+        return bootstrap_pb2.UnregisterRankResponse()
+
+    async def GetTopology(
+        self, request: bootstrap_pb2.GetTopologyRequest, context: Call
+    ) -> bootstrap_pb2.GetTopologyResponse:
+        ranks = self._registry.topology(time.monotonic())
+        return bootstrap_pb2.GetTopologyResponse(ranks=[convert.rank_to(rank) for rank in ranks])
+
+    async def WatchTopology(
+        self, request: bootstrap_pb2.WatchTopologyRequest, context: Call
+    ) -> AsyncIterator[bootstrap_pb2.WatchTopologyResponse]:
+        shown: tuple[object, ...] | None = None
+        while True:
+            ranks = self._registry.complete_or_empty(time.monotonic())
+            if ranks != shown and (ranks or shown):
+                yield bootstrap_pb2.WatchTopologyResponse(ranks=[convert.rank_to(rank) for rank in ranks])
+            shown = ranks
+            await self._next_change()
+
+    async def RegisterDpRank(
+        self, request: bootstrap_pb2.RegisterDpRankRequest, context: Call
+    ) -> bootstrap_pb2.RegisterDpRankResponse:
+        room = convert.room_from(request.bootstrap_room)
+        self._registry.register_dp_rank(room, request.dp_rank, time.monotonic())
+        return bootstrap_pb2.RegisterDpRankResponse()
+
+    async def QueryDpRanks(
+        self, request: bootstrap_pb2.QueryDpRanksRequest, context: Call
+    ) -> bootstrap_pb2.QueryDpRanksResponse:
+        rooms = [convert.room_from(room) for room in request.bootstrap_rooms]
+        found = self._registry.query_dp_ranks(rooms, time.monotonic())
+        return bootstrap_pb2.QueryDpRanksResponse(dp_ranks={int(room): rank for room, rank in found.items()})
+
+    async def _announce(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _next_change(self) -> None:
+        """A registration, or the end of a lease."""
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait(), self._registry.lease_s / 2)
+            except TimeoutError:
+                return
+
+
+class TransferStatusServicer(transfer_status_pb2_grpc.TransferStatusServicer):
+    """Serves the rooms of one process."""
+
+    def __init__(self, service: RoomService) -> None:
+        self._service = service
+
+    async def ReportTransfer(
+        self, request: transfer_status_pb2.ReportTransferRequest, context: Call
+    ) -> transfer_status_pb2.ReportTransferResponse:
+        check_recipient(request.recipient, self._service.instance)
+        transfer = await self._service.report(_report_from(request))
+        return transfer_status_pb2.ReportTransferResponse(
+            state=convert.state_to(transfer.state), failure=_failure_of(transfer)
+        )
+
+    async def GetTransfer(
+        self, request: transfer_status_pb2.GetTransferRequest, context: Call
+    ) -> transfer_status_pb2.GetTransferResponse:
+        transfer = self._service.transfers.get(convert.room_from(request.bootstrap_room))
+        return transfer_status_pb2.GetTransferResponse(transfer=_transfer_to(transfer))
+
+    async def ListTransfers(
+        self, request: transfer_status_pb2.ListTransfersRequest, context: Call
+    ) -> transfer_status_pb2.ListTransfersResponse:
+        states = frozenset(convert.state_from(state) for state in request.states)
+        found = self._service.transfers.select(
+            states=states or frozenset(TransferState),
+            peer_instance_id=request.peer_instance_id or None,
+            created_until_s=time.monotonic() - convert.duration_from(request.older_than),
+            after_sequence=_page_token(request.page_token),
+        )
+        size = min(request.page_size or _PAGE_DEFAULT, _PAGE_MOST)
+        return transfer_status_pb2.ListTransfersResponse(
+            transfers=[_transfer_to(transfer) for transfer in found[:size]],
+            next_page_token=str(found[size - 1].sequence) if len(found) > size else "",
+        )
+
+    async def WatchTransfers(
+        self, request: transfer_status_pb2.WatchTransfersRequest, context: Call
+    ) -> AsyncIterator[transfer_status_pb2.WatchTransfersResponse]:
+        seen = request.after_sequence
+        with _changes(self._service.transfers) as changed:
+            while True:
+                changed.clear()
+                for transfer in self._service.transfers.changes_since(seen):
+                    yield transfer_status_pb2.WatchTransfersResponse(transfer=_transfer_to(transfer))
+                    seen = transfer.sequence
+                await changed.wait()
+
+    async def GetPool(
+        self, request: transfer_status_pb2.GetPoolRequest, context: Call
+    ) -> transfer_status_pb2.GetPoolResponse:
+        return transfer_status_pb2.GetPoolResponse(**asdict(self._service.pool_status()))
+
+
+class AbortServicer(abort_pb2_grpc.AbortServicer):
+    """Ends rooms of one process."""
+
+    def __init__(self, service: RoomService) -> None:
+        self._service = service
+
+    async def AbortRoom(self, request: abort_pb2.AbortRoomRequest, context: Call) -> abort_pb2.AbortRoomResponse:
+        if request.HasField("recipient"):
+            check_recipient(request.recipient, self._service.instance)
+        room = convert.room_from(request.bootstrap_room)
+        error = RoomAborted(request.message or f"room {room} was aborted", room=room)
+        state = await self._service.abort(room, error)
+        return abort_pb2.AbortRoomResponse(
+            state=convert.state_to(state) if state else types_pb2.TRANSFER_STATE_UNSPECIFIED,
+            drained=convert.instance_to(self._service.instance),
+        )
+
+
+class EngineGenerationServicer(generation_pb2_grpc.GenerationServicer):
+    """Generation on prefill and decode. `Generate` is `Submit` and `StreamOutputs` of a subscriber of its own."""
+
+    def __init__(self, service: RoomService, hub: OutputHub, model: TextModel) -> None:
+        self._service = service
+        self._hub = hub
+        self._model = model
+
+    async def GetModel(self, request: generation_pb2.GetModelRequest, context: Call) -> generation_pb2.GetModelResponse:
+        return convert.model_to(self._model.model_info)
+
+    async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: Call) -> generation_pb2.TokenizeResponse:
+        match request.WhichOneof("input"):
+            case "text":
+                ids = await asyncio.to_thread(self._model.tokenize, request.text)
+            case "chat":
+                messages = [ChatMessage(message.role, message.content) for message in request.chat.messages]
+                ids = await asyncio.to_thread(self._model.apply_chat_template, messages)
+            case _:
+                raise InvalidRequest("give text or chat", field="input")
+        return generation_pb2.TokenizeResponse(token_ids=ids)
+
+    async def Submit(self, request: generation_pb2.SubmitRequest, context: Call) -> generation_pb2.SubmitResponse:
+        await self._submit(request.request, request.subscriber, context)
+        return generation_pb2.SubmitResponse()
+
+    async def StreamOutputs(
+        self, request: generation_pb2.StreamOutputsRequest, context: Call
+    ) -> AsyncIterator[generation_pb2.StreamOutputsResponse]:
+        self._hub.subscribe(request.subscriber)
+        try:
+            yield generation_pb2.StreamOutputsResponse()
+            async for outputs in self._hub.stream(request.subscriber):
+                yield generation_pb2.StreamOutputsResponse(outputs=[convert.output_to(output) for output in outputs])
+        finally:
+            self._abandon(request.subscriber)
+
+    async def Generate(
+        self, request: generation_pb2.GenerateRequest, context: Call
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        subscriber = f"generate-{uuid.uuid4()}"
+        self._hub.subscribe(subscriber)
+        try:
+            await self._submit(request, subscriber, context)
+            async for outputs in self._hub.stream(subscriber):
+                for output in outputs:
+                    if output.error is not None:
+                        raise output.error
+                    yield generation_pb2.GenerateResponse(output=convert.output_to(output))
+                if outputs[-1].is_last:
+                    return
+        finally:
+            self._abandon(subscriber)
+
+    async def _submit(self, message: generation_pb2.GenerateRequest, subscriber: str, context: Call) -> None:
+        request = convert.request_from(message, await self._prompt_of(message))
+        self._hub.require(subscriber)
+        self._service.submit(request, spans.received(context.invocation_metadata(), request.room))
+        self._hub.own(request.room, subscriber)
+
+    async def _prompt_of(self, message: generation_pb2.GenerateRequest) -> Sequence[int]:
+        match message.WhichOneof("prompt"):
+            case "text":
+                return await asyncio.to_thread(self._model.tokenize, message.text)
+            case "input_ids":
+                return message.input_ids.ids
+            case _:
+                raise InvalidRequest("give text or input_ids", field="text")
+
+    def _abandon(self, subscriber: str) -> None:
+        for room in self._hub.unsubscribe(subscriber):
+            self._service.abandon(room, ClientCancelled("the client went away", room=room))
+
+
+@contextmanager
+def _changes(table: TransferTable) -> Iterator[asyncio.Event]:
+    """An event that is set at each change of the table."""
+    changed = asyncio.Event()
+
+    def listener(_: Transfer) -> None:
+        changed.set()
+
+    table.listeners.append(listener)
+    try:
+        yield changed
+    finally:
+        table.listeners.remove(listener)
+
+
+def _report_from(request: transfer_status_pb2.ReportTransferRequest) -> TransferReport:
+    return TransferReport(
+        room=convert.room_from(request.bootstrap_room),
+        reporter=convert.instance_from(request.reporter, "reporter"),
+        sequence=request.sequence,
+        state=convert.state_from(request.state),
+        progress=Progress(request.chunks_done, request.pages_done, request.bytes_done),
+        failure=from_status(request.failure) if request.HasField("failure") else None,
+    )
+
+
+def _failure_of(transfer: Transfer) -> status_pb2.Status | None:
+    return to_status(transfer.failure) if transfer.failure else None
+
+
+def _transfer_to(transfer: Transfer) -> types_pb2.Transfer:
+    return convert.transfer_to(transfer, time.time() - time.monotonic())
+
+
+def _page_token(token: str) -> int:
+    if not token:
+        return 0
+    if not token.isdecimal():
+        raise InvalidRequest("page_token must come from an earlier answer", field="page_token")
+    return int(token)

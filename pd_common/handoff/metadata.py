@@ -1,0 +1,250 @@
+"""The metadata slot: one fixed row per request that tells decode where to go on, and the seal that says whose it is.
+
+Owns the rows and their slots (I6). The row is packed, versioned and little-endian; each field begins on a 64-byte line.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from dataclasses import astuple, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pd_common.errors import InternalError, MetadataInvalid
+from pd_common.generation import MAX_TOP_LOGPROBS, TokenLogprob
+from pd_common.transport.base import MemoryRegion, Puts
+from pd_common.types import BootstrapRoom
+
+METADATA_SCHEMA = 1
+DIGEST_BYTES = 16
+
+_LINE_BYTES = 64
+_CACHED_COUNTERS = 7
+
+# Header: what of the optional fields is there. Everything up to the seal is the body; the seal is written after it.
+_BODY: tuple[tuple[str, str, int], ...] = (
+    ("schema", "<u4", 1),
+    ("output_ids", "<i4", 1),
+    ("cached_tokens", "<i4", _CACHED_COUNTERS),
+    ("covered_tokens", "<i4", 1),
+    ("output_token_logprobs_len", "<i4", 1),
+    ("output_token_logprobs_val", "<f8", 1),
+    ("output_token_logprobs_idx", "<i4", 1),
+    ("output_top_logprobs_len", "<i4", 1),
+    ("output_top_logprobs_val", "<f8", MAX_TOP_LOGPROBS),
+    ("output_top_logprobs_idx", "<i4", MAX_TOP_LOGPROBS),
+    ("digest_len", "<i4", 1),
+    ("digest", "u1", DIGEST_BYTES),
+)
+_SEAL: tuple[tuple[str, str, int], ...] = (("seal", "<u8", 2),)
+
+
+def _row_dtype() -> np.dtype[np.void]:
+    offset = 0
+    offsets = []
+    for _, code, count in _BODY + _SEAL:
+        offsets.append(offset)
+        offset += -(-np.dtype(code).itemsize * count // _LINE_BYTES) * _LINE_BYTES
+    names = [name for name, _, _ in _BODY + _SEAL]
+    formats = [(code, (count,)) for _, code, count in _BODY + _SEAL]
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": offset})
+
+
+_ROW = _row_dtype()
+ROW_BYTES = _ROW.itemsize
+_SEAL_OFFSET = ROW_BYTES - _LINE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One owner's claim on one row: a reused index has a higher generation."""
+
+    index: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Prompt tokens that prefill did not have to compute, by tier, and prompt tokens by medium; in row order."""
+
+    total: int = 0
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+    image: int = 0
+    audio: int = 0
+    video: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffMetadata:
+    """What decode needs besides KV. `covered_tokens` is how many prompt tokens the pages hold KV for."""
+
+    first_token: int
+    covered_tokens: int
+    cached_tokens: CachedTokens = CachedTokens()
+    logprob: TokenLogprob | None = None
+    digest: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What the gate reads of a row: whose it is (room 0: nobody's) and how much of a prompt its pages cover."""
+
+    room: int
+    generation: int
+    covered_tokens: int
+
+
+def check_seal(seal: Seal, *, room: BootstrapRoom, generation: int, prompt_tokens: int) -> None:
+    """The gate: this room AND this generation AND the whole prompt.
+
+    Raises:
+        MetadataInvalid: names the first thing that differs.
+
+    """
+    facts = (
+        ("room", room, seal.room),
+        ("generation", generation, seal.generation),
+        ("covered_tokens", prompt_tokens, seal.covered_tokens),
+    )
+    for field, expected, got in facts:
+        if expected != got:
+            message = f"The metadata slot holds {field} {got}, not {expected}"
+            raise MetadataInvalid(message, field=field, expected=expected, got=got)
+
+
+class MetadataBuffers:
+    """Rows in page-aligned host memory, zeroed at first. A slot whose owner has changed never reaches a row."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._memory = mmap.mmap(-1, num_slots * ROW_BYTES)
+        self._rows: NDArray[np.void] = np.frombuffer(self._memory, dtype=_ROW, count=num_slots)
+        self._generations = [0] * num_slots
+        self._live: set[Slot] = set()
+        self._free = deque(range(num_slots))
+
+    @property
+    def region(self) -> MemoryRegion:
+        """All rows, to be registered with the transport; row `i` lies at `base + i * ROW_BYTES`."""
+        return MemoryRegion(self._rows.ctypes.data, self._rows.nbytes)
+
+    @property
+    def num_slots(self) -> int:
+        """Rows in all."""
+        return len(self._rows)
+
+    @property
+    def free_slots(self) -> int:
+        """Rows without an owner."""
+        return len(self._free)
+
+    def alloc(self) -> Slot | None:
+        """The row that has been free for longest, under a new generation; None when every row has an owner."""
+        if not self._free:
+            return None
+        index = self._free.popleft()
+        self._generations[index] += 1
+        slot = Slot(index, self._generations[index])
+        self._live.add(slot)
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        """Wipes the seal, then lets the index go. Nobody may write the row any more (I2)."""
+        row = self._row(slot)
+        row["seal"] = 0
+        self._live.remove(slot)
+        self._free.append(slot.index)
+
+    def set_buf(self, slot: Slot, room: BootstrapRoom, remote_generation: int, metadata: HandoffMetadata) -> None:
+        """Fills the row as the remote slot of `room` is to hold it; nothing of an earlier owner is left.
+
+        Raises:
+            MetadataInvalid: more alternatives or another digest length than the row has room for.
+
+        """
+        logprob, digest = metadata.logprob, metadata.digest or b""
+        if logprob is not None and len(logprob.top) > MAX_TOP_LOGPROBS:
+            raise MetadataInvalid("Too many top logprobs for the row", limit=MAX_TOP_LOGPROBS, got=len(logprob.top))
+        if len(digest) not in (0, DIGEST_BYTES):
+            raise MetadataInvalid("The row has no room for this digest", expected=DIGEST_BYTES, got=len(digest))
+        row = self._row(slot)
+        row.fill(np.zeros((), dtype=_ROW)[()])
+        row["schema"] = METADATA_SCHEMA
+        row["output_ids"] = metadata.first_token
+        row["cached_tokens"] = astuple(metadata.cached_tokens)
+        row["covered_tokens"] = metadata.covered_tokens
+        row["digest_len"] = len(digest)
+        row["digest"][: len(digest)] = np.frombuffer(digest, dtype=np.uint8)
+        if logprob is not None:
+            _set_logprob(row, logprob)
+        row["seal"] = (room, remote_generation)
+
+    def get_seal(self, slot: Slot) -> Seal:
+        """Whose row it is; readable at any time."""
+        row = self._row(slot)
+        room, generation = row["seal"].tolist()
+        return Seal(room, generation, int(row["covered_tokens"][0]))
+
+    def get_buf(self, slot: Slot) -> HandoffMetadata:
+        """The body, to be read after `check_seal` has passed.
+
+        Raises:
+            MetadataInvalid: another schema, or lengths that the row cannot have (I11).
+
+        """
+        row = self._row(slot)
+        schema, digest_len = int(row["schema"][0]), int(row["digest_len"][0])
+        if schema != METADATA_SCHEMA:
+            raise MetadataInvalid("The row has another schema", field="schema", expected=METADATA_SCHEMA, got=schema)
+        if digest_len not in (0, DIGEST_BYTES):
+            raise MetadataInvalid("The row has an impossible length", field="digest_len", got=digest_len)
+        return HandoffMetadata(
+            first_token=int(row["output_ids"][0]),
+            covered_tokens=int(row["covered_tokens"][0]),
+            cached_tokens=CachedTokens(*row["cached_tokens"].tolist()),
+            logprob=_get_logprob(row),
+            digest=row["digest"].tobytes() if digest_len else None,
+        )
+
+    def row_puts(self, local_slot: Slot, remote_base: int, remote_index: int) -> tuple[Puts, Puts]:
+        """The writes of one row as (body, seal): the seal goes as a group of its own, visible after the body."""
+        self._row(local_slot)
+        local = self.region.base + local_slot.index * ROW_BYTES
+        remote = remote_base + remote_index * ROW_BYTES
+        return _put(local, remote, _SEAL_OFFSET), _put(local + _SEAL_OFFSET, remote + _SEAL_OFFSET, _LINE_BYTES)
+
+    def _row(self, slot: Slot) -> NDArray[np.void]:
+        if slot not in self._live:
+            raise InternalError("The slot has no owner or another one", index=slot.index, generation=slot.generation)
+        return self._rows[slot.index : slot.index + 1].reshape(())
+
+
+def _put(local: int, remote: int, length: int) -> Puts:
+    return Puts(*(np.array([value], dtype=np.int64) for value in (local, remote, length)))
+
+
+def _set_logprob(row: NDArray[np.void], logprob: TokenLogprob) -> None:
+    row["output_token_logprobs_len"] = 1
+    row["output_token_logprobs_val"] = logprob.logprob
+    row["output_token_logprobs_idx"] = logprob.token_id
+    row["output_top_logprobs_len"] = len(logprob.top)
+    for place, (token_id, value) in enumerate(logprob.top):
+        row["output_top_logprobs_idx"][place] = token_id
+        row["output_top_logprobs_val"][place] = value
+
+
+def _get_logprob(row: NDArray[np.void]) -> TokenLogprob | None:
+    present, top_len = int(row["output_token_logprobs_len"][0]), int(row["output_top_logprobs_len"][0])
+    if present not in (0, 1) or not 0 <= top_len <= MAX_TOP_LOGPROBS:
+        raise MetadataInvalid("The row has an impossible length", field="output_top_logprobs_len", got=top_len)
+    if not present:
+        return None
+    top_ids, top_values = row["output_top_logprobs_idx"][:top_len], row["output_top_logprobs_val"][:top_len]
+    return TokenLogprob(
+        token_id=int(row["output_token_logprobs_idx"][0]),
+        logprob=float(row["output_token_logprobs_val"][0]),
+        top=tuple(zip(top_ids.tolist(), top_values.tolist(), strict=True)),
+    )

@@ -1,0 +1,128 @@
+"""One write on its way through one endpoint: groups posted in slices, each group flushed before the next is begun.
+
+A flush stands between two groups and not `ucp_worker_fence`: where the order needs it, UCX waits inside that call for the peer,
+and one peer that does not answer would stop the progress thread for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pd_common.transport.base import Puts, WriteReceipt
+from pd_common.transport.ucx.binding import OK, UCXEndpoint, UCXRkey
+
+_SLICE = 256
+"""Puts posted between two calls of progress."""
+_WINDOW = 1024
+"""Puts of one write that may be outstanding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Posting:
+    """One group, resolved: per put the index of its remote key, and the index of its local region in `put_params`."""
+
+    puts: Puts
+    rkeys: NDArray[np.int64]
+    locals: NDArray[np.int64]
+    put_params: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Write:
+    """Invariant: what is posted and not finished is in `_requests` or covered by `_flush`."""
+
+    postings: tuple[Posting, ...]
+    started: float
+    done: asyncio.Future[WriteReceipt]
+    posting_seconds: float = 0.0
+    _group: int = 0
+    _position: int = 0
+    _flush: int | None = None
+    _requests: deque[int] = field(default_factory=deque)
+
+    @property
+    def finished(self) -> bool:
+        """All groups are visible remotely."""
+        return self._group == len(self.postings)
+
+    @property
+    def first_request(self) -> int | None:
+        """A request that is not freed yet."""
+        return self._requests[0] if self._requests else None
+
+    def advance(self, endpoint: UCXEndpoint, rkeys: list[UCXRkey]) -> bool:
+        """Posts or flushes what can be now; whether there was something to do. May be called only while the endpoint is whole.
+
+        Raises:
+            UCXError: a put or the flush failed.
+        """
+        settled = self.settle(endpoint)
+        posting = self.postings[self._group]
+        if self._position < len(posting.puts):
+            return self._post(posting, endpoint, rkeys) or settled
+        if self._flush is None:
+            self._flush = endpoint.flush_nbx()
+            settled = True
+        if self._requests or (status := endpoint.take(self._flush)) is None:
+            return settled
+        self._group, self._position, self._flush = self._group + 1, 0, None
+        if status != OK:
+            raise endpoint.error(status, "a flush failed")
+        return True
+
+    def settle(self, endpoint: UCXEndpoint) -> bool:
+        """Takes back finished requests, without posting anything; whether there were any.
+
+        Raises:
+            UCXError: one of them failed.
+        """
+        before = len(self._requests)
+        failure = endpoint.reap(self._requests)
+        if failure is not None:
+            raise failure
+        return len(self._requests) != before
+
+    def discard(self, endpoint: UCXEndpoint) -> bool:
+        """Takes back requests whose failure is known already; whether none is left."""
+        endpoint.reap(self._requests)
+        if self._flush is not None and endpoint.take(self._flush) is not None:
+            self._flush = None
+        return not self._requests and self._flush is None
+
+    def receipt(self) -> WriteReceipt:
+        puts = [posting.puts for posting in self.postings]
+        return WriteReceipt(
+            bytes=sum(each.total_bytes for each in puts),
+            descriptors=sum(len(each) for each in puts),
+            posting_seconds=self.posting_seconds,
+            seconds=time.perf_counter() - self.started,
+        )
+
+    def _post(self, posting: Posting, endpoint: UCXEndpoint, rkeys: list[UCXRkey]) -> bool:
+        """Posts the next slice, so that progress is never far away and the window is kept; False when the window is full."""
+        start = self._position
+        end = min(start + _SLICE, start + _WINDOW - len(self._requests), len(posting.puts))
+        if start == end:
+            return False
+        began = time.perf_counter()
+        endpoint.put_nbx(
+            zip(
+                posting.puts.local[start:end].tolist(),
+                posting.puts.lengths[start:end].tolist(),
+                posting.puts.remote[start:end].tolist(),
+                [rkeys[index].handle for index in posting.rkeys[start:end].tolist()],
+                [posting.put_params[index] for index in posting.locals[start:end].tolist()],
+                strict=True,
+            ),
+            self._requests,
+        )
+        self._position = end
+        self.posting_seconds += time.perf_counter() - began
+        return True

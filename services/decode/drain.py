@@ -1,0 +1,67 @@
+"""Gets memory of failed rooms out of quarantine: asks prefill for a drain proof, or sees that it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from pd_common.control.clients import Connection, PeerClient
+from pd_common.errors import PdError
+from pd_common.handoff.process import host_id, process_is_gone
+from pd_common.handoff.quarantine import Quarantine
+from pd_common.types import BootstrapRoom
+from services.decode.prefills import Prefill
+from services.decode.queues import Allocation
+
+_log = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 0.25
+_PROOF_TIMEOUT_S = 30.0
+
+
+class Drain:
+    """Every held room has one task that seeks its proof until it has it. Time alone releases nothing (I2)."""
+
+    def __init__(self, release: Callable[[Allocation], None]) -> None:
+        self.quarantine = Quarantine(lambda _, pages, slot: release(Allocation(pages, slot)), host_id())
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def hold(self, room: BootstrapRoom, writer: Prefill, allocation: Allocation) -> None:
+        """Keeps a failed room's memory until `writer` is quiet for it."""
+        self.quarantine.hold(room, [writer.writer], allocation.pages, allocation.slot, time.monotonic())
+        task = asyncio.create_task(self._seek_proof(room, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def fenced(self, writer: Prefill) -> None:
+        """Our port for this process is torn down."""
+        self.quarantine.peer_fenced(writer.instance)
+
+    async def close(self) -> None:
+        """Stops asking; what is held stays held until the process ends."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _seek_proof(self, room: BootstrapRoom, writer: Prefill) -> None:
+        connection = Connection(writer.connection.address)
+        try:
+            while room in self.quarantine:
+                if process_is_gone(writer.process):
+                    self.quarantine.process_gone(writer.process)
+                elif await self._asked(room, writer, PeerClient(connection)):
+                    self.quarantine.drained(room, writer.instance)
+                    return
+                await asyncio.sleep(_ASK_AGAIN_S)
+        finally:
+            await connection.close()
+
+    async def _asked(self, room: BootstrapRoom, writer: Prefill, client: PeerClient) -> bool:
+        try:
+            await client.abort_room(room, "decode gave the room up", writer.instance, _PROOF_TIMEOUT_S)
+        except PdError as error:
+            _log.debug("no drain proof for room %s yet: %s", room, error.message)
+            return False
+        return True

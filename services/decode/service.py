@@ -1,0 +1,262 @@
+"""The life of a room on decode: pair with prefill, set memory aside, offer it, check what arrived, write the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from opentelemetry.context import Context
+
+from pd_common.aio import RoomTask, drain_tasks
+from pd_common.control.outputs import OutputHub
+from pd_common.control.servicers import PoolStatus, TransferReport
+from pd_common.engine.engine import Engine
+from pd_common.engine.request import Sequence
+from pd_common.errors import PdError, PeerLost, ReceiverUnknown, ShuttingDown, StaleInstance, TransferFailed
+from pd_common.generation import GenerationRequest, Output
+from pd_common.handoff.chunk import PoolBuffers
+from pd_common.handoff.destination import Offer
+from pd_common.handoff.digest import digest_prompt
+from pd_common.handoff.metadata import HandoffMetadata, MetadataBuffers
+from pd_common.handoff.receiver import KVReceiver
+from pd_common.handoff.state import Transfer, TransferState
+from pd_common.handoff.table import TransferTable
+from pd_common.telemetry.spans import RoomTrace, SpanName
+from pd_common.types import BootstrapRoom, Instance
+from services.decode.drain import Drain
+from services.decode.prefills import Prefill, Prefills
+from services.decode.queues import Allocation, PreallocQueue
+from services.decode.scheduler import Answer, DecodeScheduler
+
+_REAP_S = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class _Room:
+    """A request that is being served, and what it holds.
+
+    `offered_to` is set as soon as a prefill may know the pages; from then on they are given back only through the drain,
+    or after the commit. `concluded` tells the prefill's report how the commit went.
+    """
+
+    request: GenerationRequest
+    trace: RoomTrace
+    reported: asyncio.Future[None]
+    concluded: asyncio.Event
+    task: RoomTask | None = None
+    allocation: Allocation | None = None
+    offered_to: Prefill | None = None
+    answer: Answer | None = None
+
+
+class DecodeService:
+    """All rooms of one decode rank. Memory that was offered and not committed is freed by the drain alone (I2)."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        engine: Engine,
+        scheduler: DecodeScheduler,
+        prealloc: PreallocQueue,
+        drain: Drain,
+        pool: PoolBuffers,
+        metadata: MetadataBuffers,
+        transfers: TransferTable,
+        hub: OutputHub,
+        *,
+        with_digest: bool,
+    ) -> None:
+        self.instance = instance
+        self.transfers = transfers
+        self._engine = engine
+        self._scheduler = scheduler
+        self._pool = pool
+        self._metadata = metadata
+        self._hub = hub
+        self._with_digest = with_digest
+        self._rooms: dict[BootstrapRoom, _Room] = {}
+        self._prealloc = prealloc
+        self._drain = drain
+        self._stopping = False
+
+    def use(self, prefills: Prefills) -> None:
+        """Where to pair; it calls back into this service, so it is made after it."""
+        self._prefills = prefills
+
+    def pool_status(self) -> PoolStatus:
+        pages, slots, quarantine = self._engine.pages, self._metadata, self._drain.quarantine
+        return PoolStatus(
+            pages.num_pages,
+            pages.num_free,
+            quarantine.held_pages,
+            slots.num_slots,
+            slots.free_slots,
+            quarantine.held_slots,
+            len(self._rooms),
+        )
+
+    # --- what comes in ---
+
+    def submit(self, request: GenerationRequest, parent: Context) -> None:
+        if self._stopping:
+            raise ShuttingDown("this decode is stopping and takes no new request")
+        self._engine.validate(request)
+        now = time.monotonic()
+        self.transfers.open(
+            request.room,
+            rid=request.rid,
+            prompt_digest=digest_prompt(request.prompt),
+            deadline_s=now + request.timeout_s,
+            now=now,
+        )
+        trace = RoomTrace(SpanName.DECODE, request.room, parent, prompt_tokens=len(request.prompt), rid=request.rid)
+        room = _Room(request, trace, asyncio.get_running_loop().create_future(), asyncio.Event())
+        self._rooms[request.room] = room
+        room.task = RoomTask(self._serve(room), lambda error: self._conclude(room, error))
+
+    async def report(self, report: TransferReport) -> Transfer:
+        newer = self.transfers.heard(report.room, report.reporter, report.sequence)
+        room = self._rooms.get(report.room)
+        if room is not None and report.state is TransferState.SUCCESS:
+            if not room.reported.done():
+                room.reported.set_result(None)
+            await room.concluded.wait()
+        elif newer and report.state is TransferState.FAILED:
+            self.abandon(report.room, report.failure or TransferFailed("prefill gave the room up", room=report.room))
+        elif newer:
+            self.transfers.advance(report.room, report.state, time.monotonic(), progress=report.progress)
+        return self.transfers.get(report.room)
+
+    async def abort(self, room: BootstrapRoom, error: PdError) -> TransferState | None:
+        """This side writes to nobody, so it is quiet at once."""
+        known = self.transfers.find(room)
+        if known is None:
+            self.transfers.abort(room, error, time.monotonic())
+            return None
+        self.abandon(room, error)
+        return self.transfers.get(room).state
+
+    def abandon(self, room: BootstrapRoom, error: PdError) -> None:
+        self.transfers.fail(room, error, time.monotonic())
+        self._hub.publish([Output(room, error=error)])
+        live = self._rooms.get(room)
+        if live is not None and live.task is not None:
+            live.task.stop(error)
+
+    def prefill_lost(self, prefill: Prefill, error: PeerLost) -> None:
+        """Ends every room that waits for this process; answers that are being written go on."""
+        for transfer in self.transfers.fail_peer(prefill.instance, error, time.monotonic()):
+            self.abandon(transfer.room, error)
+
+    # --- the life of a room ---
+
+    async def _serve(self, room: _Room) -> None:
+        request, trace = room.request, room.trace
+        trace.enter(SpanName.PEERING)
+        prefill = await self._prefills.pair_with(request.bootstrap)
+        trace.enter(SpanName.PREALLOC_WAIT)
+        room.allocation = allocation = await self._prealloc.acquire(self._pages_for(request))
+        trace.enter(SpanName.ALLOCATE, pages=len(allocation.pages))
+        receiver = await self._offer(room, prefill, allocation)
+        trace.enter(SpanName.TRANSFER_WAIT)
+        await room.reported
+        trace.enter(SpanName.GATE)
+        metadata = await self._commit(room, receiver)
+        trace.enter(SpanName.FIRST_TOKEN)
+        await self._write_answer(room, allocation, metadata)
+
+    async def _offer(self, room: _Room, prefill: Prefill, allocation: Allocation) -> KVReceiver:
+        """Publishes the prompt's pages. A prefill that has restarted, or forgotten this decode, is paired anew once."""
+        try:
+            return await self._offer_to(room, prefill, allocation)
+        except (StaleInstance, ReceiverUnknown) as refused:
+            # Refused before anything could be written: these pages are known to nobody.
+            room.offered_to = None
+            await self._prefills.forget(prefill, refused.message)
+        return await self._offer_to(room, await self._prefills.pair_with(room.request.bootstrap), allocation)
+
+    async def _offer_to(self, room: _Room, prefill: Prefill, allocation: Allocation) -> KVReceiver:
+        request, now = room.request, time.monotonic()
+        transfer = self.transfers.get(request.room)
+        offer = Offer(
+            receiver=self.instance,
+            pages=allocation.pages[: -(-len(request.prompt) // self._pool.page_size)],
+            slot=allocation.slot,
+            decode_prefix_len=0,
+            prompt_tokens=len(request.prompt),
+            prompt_digest=digest_prompt(request.prompt),
+        )
+        receiver = KVReceiver(request.room, offer, self._pool, self._metadata, with_digest=self._with_digest)
+        room.offered_to = prefill
+        self.transfers.advance(request.room, TransferState.WAITING_FOR_INPUT, now, peer=prefill.instance)
+        await prefill.client.allocate_pages(
+            request.room, prefill.instance, offer, transfer.deadline_s - now, room.trace.context
+        )
+        return receiver
+
+    async def _commit(self, room: _Room, receiver: KVReceiver) -> HandoffMetadata:
+        """Only what passes the gate and the digest is a success; then slot and pages are this room's alone."""
+        metadata = receiver.read_metadata()
+        await asyncio.to_thread(receiver.verify_digest, metadata)
+        self.transfers.advance(room.request.room, TransferState.SUCCESS, time.monotonic())
+        room.offered_to = None
+        room.concluded.set()
+        return metadata
+
+    async def _write_answer(self, room: _Room, allocation: Allocation, metadata: HandoffMetadata) -> None:
+        request = room.request
+        sequence = Sequence(request)
+        sequence.pages = list(allocation.pages)
+        sequence.computed = metadata.covered_tokens
+        sequence.append(metadata.first_token)
+        builder = self._engine.new_answer(request, metadata.cached_tokens.total)
+        piece = builder.accept(metadata.first_token, metadata.logprob)
+        self._hub.publish([piece])
+        if piece.is_last:
+            return
+        stage = room.trace.enter(SpanName.DECODE_STEPS)
+        room.answer = self._scheduler.start(sequence, builder)
+        await room.answer.finished
+        stage.set_attribute("tokens", len(sequence.output) - 1)
+
+    async def _conclude(self, room: _Room, error: PdError | None) -> None:
+        number = room.request.room
+        if error is not None:
+            self.transfers.fail(number, error, time.monotonic())
+            self._hub.publish([Output(number, error=error)])
+        room.concluded.set()
+        if room.answer is not None:
+            await self._scheduler.leave(room.answer)
+        del self._rooms[number]
+        if room.allocation is not None:
+            self._give_back(number, room.allocation, room.offered_to)
+        room.trace.end(error)
+
+    def _give_back(self, number: BootstrapRoom, allocation: Allocation, offered_to: Prefill | None) -> None:
+        if offered_to is None:
+            self._prealloc.release(allocation)
+        else:
+            self._drain.hold(number, offered_to, allocation)
+
+    def _pages_for(self, request: GenerationRequest) -> int:
+        """Enough for the prompt and all of the answer but its last token, whose KV nobody needs."""
+        tokens = len(request.prompt) + request.sampling.max_new_tokens - 1
+        return -(-tokens // self._pool.page_size)
+
+    # --- housekeeping ---
+
+    async def reap(self) -> None:
+        """Ends what is overdue, by the clock alone (I7); ends only by cancellation."""
+        while True:
+            now = time.monotonic()
+            for transfer in self.transfers.expire(now):
+                if transfer.failure is not None:
+                    self.abandon(transfer.room, transfer.failure)
+            self.transfers.sweep(now)
+            await asyncio.sleep(_REAP_S)
+
+    async def close(self, drain_timeout_s: float) -> None:
+        """Takes no new room; lets the running ones end for a while, then ends them. Returns when all have concluded."""
+        self._stopping = True
+        await drain_tasks([room.task for room in self._rooms.values() if room.task is not None], drain_timeout_s)

@@ -1,0 +1,132 @@
+"""Decode processes that have offered their memory: how to reach each, and for how long."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pd_common.control.clients import Connection, PeerClient
+from pd_common.errors import InvalidRequest, LayoutMismatch, PeerLost, ReceiverUnknown, StaleInstance
+from pd_common.handoff.destination import RemotePool
+from pd_common.transport.base import Channel, Transport
+from pd_common.types import Instance, KvLayout
+
+_log = logging.getLogger(__name__)
+
+UNHELD_S = 10.0
+"""A registration without a HoldReceiver call is dropped after this time."""
+
+
+@dataclass(slots=True, eq=False)
+class Receiver:
+    """One registration of one decode process."""
+
+    instance: Instance
+    control_address: str
+    pool: RemotePool
+    channel: Channel
+    connection: Connection
+    client: PeerClient
+    registered_at: float = field(default_factory=time.monotonic)
+    held: bool = False
+
+
+class Receivers:
+    """At most one registration per control address. `on_lost` is told when one ends."""
+
+    def __init__(self, layout: KvLayout, transport: Transport, on_lost: Callable[[Instance, PeerLost], None]) -> None:
+        self._layout = layout
+        self._transport = transport
+        self._on_lost = on_lost
+        self._by_instance: dict[Instance, Receiver] = {}
+
+    async def register(
+        self, instance: Instance, control_address: str, layout: KvLayout, pool: RemotePool, data_address: bytes
+    ) -> Receiver:
+        """Connects to the receiver. The same instance again, or a later one at its address, replaces the registration.
+
+        Raises:
+            LayoutMismatch: with the first field that differs (I10).
+            StaleInstance: a later process has registered from this address.
+            TransferFailed: its memory cannot be reached.
+
+        """
+        check_layout(self._layout, layout, control_address)
+        for other in self._at(control_address):
+            if other.instance.epoch > instance.epoch:
+                raise StaleInstance(
+                    f"{control_address} has restarted since", expected=other.instance.epoch, got=instance.epoch
+                )
+        channel = await self._transport.connect(data_address)
+        for other in self._at(control_address):
+            await self.drop(other, "it registered again" if other.instance == instance else "it has restarted")
+        connection = Connection(control_address)
+        receiver = Receiver(instance, control_address, pool, channel, connection, PeerClient(connection))
+        self._by_instance[instance] = receiver
+        _log.info(
+            "decode %s registered from %s, pages travel by %s", instance.instance_id, control_address, channel.carrier
+        )
+        return receiver
+
+    def get(self, instance: Instance) -> Receiver:
+        """The registration.
+
+        Raises:
+            ReceiverUnknown: there is none (any more).
+
+        """
+        receiver = self._by_instance.get(instance)
+        if receiver is None:
+            raise ReceiverUnknown(f"{instance.instance_id} has to register first", receiver=instance.instance_id)
+        return receiver
+
+    def is_current(self, receiver: Receiver) -> bool:
+        """The registration has been neither replaced nor dropped."""
+        return self._by_instance.get(receiver.instance) is receiver
+
+    async def drop(self, receiver: Receiver, why: str) -> None:
+        """Ends a registration; a second time does nothing. Its rooms fail."""
+        if not self.is_current(receiver):
+            return
+        del self._by_instance[receiver.instance]
+        _log.info("decode %s is gone: %s", receiver.instance.instance_id, why)
+        error = PeerLost(f"decode {receiver.control_address} is gone: {why}", peer=receiver.control_address)
+        self._on_lost(receiver.instance, error)
+        await receiver.channel.close()
+        await receiver.connection.close()
+
+    async def drop_unheld(self, now: float) -> None:
+        """Ends registrations that nobody holds."""
+        for receiver in tuple(self._by_instance.values()):
+            if not receiver.held and now - receiver.registered_at > UNHELD_S:
+                await self.drop(receiver, "it registered, but does not hold the registration")
+
+    async def close(self) -> None:
+        for receiver in tuple(self._by_instance.values()):
+            await self.drop(receiver, "this process stops")
+
+    def _at(self, control_address: str) -> list[Receiver]:
+        return [receiver for receiver in self._by_instance.values() if receiver.control_address == control_address]
+
+
+def check_layout(mine: KvLayout, theirs: KvLayout, address: str) -> None:
+    """Raises LayoutMismatch naming the first field in which the pools differ."""
+    mismatch = mine.first_mismatch(theirs)
+    if mismatch is not None:
+        field_name, own, other = mismatch
+        raise LayoutMismatch(
+            f"prefill's {field_name} is {own}, that of decode {address} is {other}: they cannot be paired",
+            field=field_name,
+            mine=own,
+            theirs=other,
+        )
+
+
+def check_register_request(buffers: int, bases: int, slots: int) -> None:
+    """Raises InvalidRequest when a registration does not describe memory."""
+    if buffers != bases:
+        raise InvalidRequest(f"{bases} base addresses for {buffers} buffers", field="buffer_bases")
+    if slots < 1:
+        raise InvalidRequest("metadata_slots must be at least 1", field="metadata_slots")

@@ -1,0 +1,145 @@
+"""Which prompts are computed when: a first-come queue, chunks of several prompts in one step, pages for each.
+
+Owned by the event loop; only the engine's step runs elsewhere. Knows nothing of transfers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+
+from pd_common.engine.batch import Batch, BatchItem
+from pd_common.engine.engine import Engine
+from pd_common.engine.request import Sequence
+from pd_common.engine.sampler import SampledToken
+from pd_common.errors import InternalError, PdError
+from pd_common.telemetry import spans
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDone:
+    """Tokens `[start, end)` of one prompt are computed. `sampled` is the first token, after the last chunk."""
+
+    start: int
+    end: int
+    began_ns: int
+    ended_ns: int
+    sampled: SampledToken | None
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt to compute. Its pages are those of `sequence`, from the first chunk until `release`."""
+
+    sequence: Sequence
+    _results: asyncio.Queue[ChunkDone | PdError] = field(default_factory=asyncio.Queue)
+
+    async def next_chunk(self) -> ChunkDone:
+        """The next chunk, in order.
+
+        Raises:
+            InternalError: the engine failed.
+
+        """
+        result = await self._results.get()
+        if isinstance(result, PdError):
+            raise result
+        return result
+
+    def put(self, result: ChunkDone | PdError) -> None:
+        self._results.put_nowait(result)
+
+
+class PrefillScheduler:
+    """At most `chunk_tokens` tokens a step and `max_running` prompts with pages at a time, first come first served."""
+
+    def __init__(self, engine: Engine, chunk_tokens: int, max_running: int) -> None:
+        self._engine = engine
+        self._chunk_tokens = chunk_tokens
+        self._max_running = max_running
+        self._waiting: deque[Job] = deque()
+        self._running: list[Job] = []
+        self._stepping: tuple[Job, ...] = ()
+        self._step_over = asyncio.Event()
+        self._work = asyncio.Event()
+
+    def enqueue(self, sequence: Sequence) -> Job:
+        """Takes a prompt in; it waits for its turn and for pages."""
+        job = Job(sequence)
+        self._waiting.append(job)
+        self._work.set()
+        return job
+
+    async def release(self, job: Job) -> None:
+        """Takes the job out and frees its pages; returns when no step reads or writes them any more."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+        if job in self._running:
+            self._running.remove(job)
+        while job in self._stepping:
+            await self._step_over.wait()
+        if job.sequence.pages:
+            self._engine.pages.free(job.sequence.pages)
+            job.sequence.pages = []
+        self._work.set()
+
+    async def run(self) -> None:
+        """The engine loop; ends only by cancellation."""
+        while True:
+            items = self._next_items()
+            if not items:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            await self._step(items)
+
+    def _next_items(self) -> list[tuple[Job, BatchItem]]:
+        self._admit()
+        budget = self._chunk_tokens
+        items = []
+        for job in self._running:
+            sequence = job.sequence
+            if budget == 0 or not sequence.uncomputed or sequence.output:
+                continue
+            start, end = sequence.next_span(budget)
+            items.append((job, BatchItem(sequence, start, end, samples=end == sequence.num_tokens)))
+            budget -= end - start
+        return items
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._max_running:
+            sequence = self._waiting[0].sequence
+            pages = self._engine.pages.alloc(sequence.pages_short(sequence.num_tokens, self._engine.pool.page_size))
+            if pages is None:
+                return
+            sequence.pages = list(pages)
+            self._running.append(self._waiting.popleft())
+
+    async def _step(self, items: list[tuple[Job, BatchItem]]) -> None:
+        self._stepping = tuple(job for job, _ in items)
+        self._step_over.clear()
+        began_ns = spans.now_ns()
+        try:
+            sampled = iter(await self._engine.step(Batch(item for _, item in items)))
+            for job, item in items:
+                job.sequence.computed = item.end
+                token = next(sampled) if item.samples else None
+                if token is not None:
+                    job.sequence.append(token.token_id)
+                job.put(ChunkDone(item.start, item.end, began_ns, spans.now_ns(), token))
+        except Exception as defect:  # noqa: BLE001  a failed step fails its prompts, not the process
+            _log.exception("an engine step failed")
+            self._fail(defect)
+        finally:
+            self._stepping = ()
+            self._step_over.set()
+
+    def _fail(self, defect: Exception) -> None:
+        for job in self._stepping:
+            if job in self._running:
+                self._running.remove(job)
+            job.put(InternalError(f"the engine failed: {type(defect).__name__}: {defect}"))

@@ -1,0 +1,104 @@
+"""PageAllocation: decode processes register their memory, hold on, and offer pages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from pd.v1 import page_allocation_pb2, page_allocation_pb2_grpc
+
+from pd_common.control import convert
+from pd_common.control.servicers import Call, check_recipient
+from pd_common.errors import InvalidRequest
+from pd_common.handoff.chunk import PoolBuffers
+from pd_common.handoff.destination import Offer, RemotePool
+from pd_common.handoff.metadata import ROW_BYTES, Slot
+from pd_common.handoff.process import own_process_proof
+from services.prefill.receivers import Receivers, check_register_request
+from services.prefill.service import PrefillService
+
+BEAT_S = 0.5
+
+
+class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
+    """Serves the receivers and the rooms of one prefill rank."""
+
+    def __init__(self, service: PrefillService, receivers: Receivers) -> None:
+        self._service = service
+        self._receivers = receivers
+        self._process = own_process_proof()
+
+    async def RegisterReceiver(
+        self, request: page_allocation_pb2.RegisterReceiverRequest, context: Call
+    ) -> page_allocation_pb2.RegisterReceiverResponse:
+        check_recipient(request.sender, self._service.instance)
+        receiver = await self._receivers.register(
+            convert.instance_from(request.receiver, "receiver"),
+            request.control_address,
+            convert.layout_from(request.layout),
+            _remote_pool(request),
+            request.data_address,
+        )
+        return page_allocation_pb2.RegisterReceiverResponse(
+            sender=convert.instance_to(self._service.instance),
+            process=convert.process_to(self._process),
+            carrier=receiver.channel.carrier,
+        )
+
+    async def HoldReceiver(
+        self, request: page_allocation_pb2.HoldReceiverRequest, context: Call
+    ) -> AsyncIterator[page_allocation_pb2.HoldReceiverResponse]:
+        check_recipient(request.sender, self._service.instance)
+        receiver = self._receivers.get(convert.instance_from(request.receiver, "receiver"))
+        receiver.held = True
+        try:
+            while self._receivers.is_current(receiver):
+                yield page_allocation_pb2.HoldReceiverResponse(interval=convert.duration_to(BEAT_S))
+                await asyncio.sleep(BEAT_S)
+        finally:
+            await asyncio.shield(self._receivers.drop(receiver, "its connection ended"))
+
+    async def AllocatePages(
+        self, request: page_allocation_pb2.AllocatePagesRequest, context: Call
+    ) -> page_allocation_pb2.AllocatePagesResponse:
+        check_recipient(request.sender, self._service.instance)
+        receiver = self._receivers.get(convert.instance_from(request.receiver, "receiver"))
+        offer = Offer(
+            receiver=receiver.instance,
+            pages=tuple(request.page_ids),
+            slot=Slot(request.metadata_slot.index, request.metadata_slot.generation),
+            decode_prefix_len=request.decode_prefix_len,
+            prompt_tokens=request.prompt_tokens,
+            prompt_digest=request.prompt_digest,
+        )
+        room = convert.room_from(request.bootstrap_room)
+        time_left_s = convert.duration_from(request.time_left)
+        if time_left_s <= 0:
+            raise InvalidRequest("time_left must be positive", field="time_left")
+        state = self._service.offer(room, offer, receiver, time_left_s)
+        return page_allocation_pb2.AllocatePagesResponse(state=convert.state_to(state))
+
+
+def _remote_pool(request: page_allocation_pb2.RegisterReceiverRequest) -> RemotePool:
+    """The offered memory.
+
+    Raises:
+        InvalidRequest, PagesInvalid: it does not describe memory (I11).
+
+    """
+    if request.metadata_item_len_bytes != ROW_BYTES:
+        raise InvalidRequest(
+            f"a metadata slot has {ROW_BYTES} bytes here, not {request.metadata_item_len_bytes}",
+            field="metadata_item_len_bytes",
+        )
+    if not request.control_address:
+        raise InvalidRequest("control_address must be host:port", field="control_address")
+    buffers = request.layout.buffers
+    check_register_request(len(buffers), len(request.buffer_bases), request.metadata_slots)
+    pool = PoolBuffers(
+        tuple(request.buffer_bases),
+        tuple(buffer.item_len_bytes for buffer in buffers),
+        request.num_pages,
+        request.layout.page_size,
+    )
+    return RemotePool(pool, request.metadata_base, request.metadata_slots)

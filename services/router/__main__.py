@@ -1,0 +1,97 @@
+"""pd-router: one address in front of many prefills and decodes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import click
+
+from pd_common import config
+from pd_common.control import process, server
+from pd_common.telemetry import spans
+from pd_common.types import BootstrapAddress, Role
+from services.router.dispatch import Dispatcher
+from services.router.http import create_app
+from services.router.http_server import HttpServer
+from services.router.policy import LeastRooms
+from services.router.probe import Prober
+from services.router.servicer import RouterGenerationServicer
+from services.router.worker import Worker
+
+
+@click.command(context_settings=config.CONTEXT)
+@click.option(
+    "--prefill",
+    "prefills",
+    required=True,
+    multiple=True,
+    type=config.ADDRESS,
+    help="HOST:PORT of a prefill; may be repeated (PD_PREFILL: separated by blanks).",
+    envvar="PD_PREFILL",
+)
+@click.option(
+    "--decode",
+    "decodes",
+    required=True,
+    multiple=True,
+    type=config.ADDRESS,
+    help="HOST:PORT of a decode; may be repeated (PD_DECODE: separated by blanks).",
+    envvar="PD_DECODE",
+)
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 or :: for every interface.")
+@click.option(
+    "--http-port", default=8000, type=click.IntRange(0, 65535), help="HTTP port; 0 takes a free one and prints it."
+)
+@click.option(
+    "--grpc-port", default=8001, type=click.IntRange(0, 65535), help="gRPC port; 0 takes a free one and prints it."
+)
+@config.log_options
+def main(**options: Any) -> None:
+    """Serve requests: OpenAI's API and /generate on HTTP, pd.v1.Generation on gRPC.
+
+    Makes a room for each request, sends it to one prefill and one decode, and relays decode's answer. Every option is
+    also an environment variable: --http-port is PD_HTTP_PORT.
+    """
+    process.run(lambda: serve(**options), options["log_level"])
+
+
+async def serve(
+    *,
+    prefills: tuple[BootstrapAddress, ...],
+    decodes: tuple[BootstrapAddress, ...],
+    host: str,
+    http_port: int,
+    grpc_port: int,
+    log_level: str,  # noqa: ARG001  used before the loop starts
+) -> None:
+    """The wiring of one router process; returns when it has been stopped by a signal."""
+    tracing = spans.configure("pd-router", f"router-{host}-{http_port}")
+    changed = asyncio.Event()
+    prefill_workers = [Worker(Role.PREFILL, address, changed) for address in prefills]
+    decode_workers = [Worker(Role.DECODE, address, changed) for address in decodes]
+    workers = [*prefill_workers, *decode_workers]
+    policy = LeastRooms(prefill_workers, decode_workers)
+    dispatcher = Dispatcher(policy)
+    control = server.ControlServer([server.generation(RouterGenerationServicer(dispatcher))])
+    prober = Prober(dispatcher, policy, changed, control)
+    http = HttpServer(create_app(dispatcher), host, http_port)
+    bound_grpc_port = await control.start(host, grpc_port)
+    bound_http_port = await http.start()
+    async with process.background(*(worker.run() for worker in workers), prober.run()):
+        process.announce(
+            f"pd-router listens for HTTP on {host}:{bound_http_port} and for gRPC on {host}:{bound_grpc_port}"
+        )
+        await server.until_signal()
+        await control.set_serving(False)
+        await http.stop()
+        await control.stop(grace_s=5.0)
+    await dispatcher.close()
+    for worker in workers:
+        await worker.stop()
+    if tracing is not None:
+        tracing.shutdown()
+
+
+if __name__ == "__main__":
+    main()

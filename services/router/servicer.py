@@ -1,0 +1,80 @@
+"""pd.v1.Generation at the router: Generate, GetModel and Tokenize for gRPC clients."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import grpc
+from pd.v1 import generation_pb2, generation_pb2_grpc
+
+from pd_common.control import convert
+from pd_common.control.servicers import Call
+from pd_common.errors import InvalidRequest
+from pd_common.generation import ChatMessage, ClientRequest
+from pd_common.types import BootstrapAddress
+from services.router.backend import Backend
+
+_FOR_ROUTERS = "Submit and StreamOutputs are what a router calls on prefill and decode; call Generate here"
+
+
+class RouterGenerationServicer(generation_pb2_grpc.GenerationServicer):
+    """The same backend as the HTTP front's."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def GetModel(self, request: generation_pb2.GetModelRequest, context: Call) -> generation_pb2.GetModelResponse:
+        return convert.model_to(await self._backend.model())
+
+    async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: Call) -> generation_pb2.TokenizeResponse:
+        match request.WhichOneof("input"):
+            case "text":
+                ids = await self._backend.tokenize_text(request.text)
+            case "chat":
+                messages = [ChatMessage(message.role, message.content) for message in request.chat.messages]
+                ids = await self._backend.tokenize_chat(messages)
+            case _:
+                raise InvalidRequest("give text or chat", field="input")
+        return generation_pb2.TokenizeResponse(token_ids=ids)
+
+    async def Submit(self, request: generation_pb2.SubmitRequest, context: Call) -> generation_pb2.SubmitResponse:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, _FOR_ROUTERS)
+
+    async def StreamOutputs(
+        self, request: generation_pb2.StreamOutputsRequest, context: Call
+    ) -> AsyncIterator[generation_pb2.StreamOutputsResponse]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, _FOR_ROUTERS)
+        yield generation_pb2.StreamOutputsResponse()
+
+    async def Generate(
+        self, request: generation_pb2.GenerateRequest, context: Call
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        async with aclosing(self._backend.generate(await self._client_request(request))) as outputs:
+            async for output in outputs:
+                yield generation_pb2.GenerateResponse(output=convert.output_to(output))
+
+    async def _client_request(self, message: generation_pb2.GenerateRequest) -> ClientRequest:
+        match message.WhichOneof("prompt"):
+            case "text":
+                prompt = await self._backend.tokenize_text(message.text)
+            case "input_ids":
+                prompt = tuple(message.input_ids.ids)
+            case _:
+                raise InvalidRequest("give text or input_ids", field="text")
+        return ClientRequest(
+            prompt=prompt,
+            sampling=convert.sampling_from(message.sampling_params),
+            rid=message.rid or None,
+            room=convert.room_from(message.bootstrap_room) if message.bootstrap_room else None,
+            bootstrap=_bootstrap(message),
+            return_logprob=message.return_logprob,
+            top_logprobs=message.top_logprobs_num,
+            timeout_s=convert.timeout_from(message),
+        )
+
+
+def _bootstrap(message: generation_pb2.GenerateRequest) -> BootstrapAddress | None:
+    if not message.bootstrap_host:
+        return None
+    return BootstrapAddress(message.bootstrap_host, message.bootstrap_port or convert.DEFAULT_BOOTSTRAP_PORT)

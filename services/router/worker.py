@@ -1,0 +1,119 @@
+"""One engine process as the router sees it: a lasting output stream, its rooms, and whether it can be used."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+
+from opentelemetry.context import Context
+
+from pd_common.control.clients import Connection, GenerationClient
+from pd_common.errors import NoWorkers, PdError, PeerLost
+from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo, Output
+from pd_common.types import BootstrapAddress, BootstrapRoom, Role
+
+_log = logging.getLogger(__name__)
+
+_RECONNECT_S = 0.2
+
+Sink = Callable[[Output], None]
+
+
+class Worker:
+    """Live while its output stream stands, proven once a real room has gone through it since then.
+
+    When the stream breaks every open room gets an output with the error, and the stream is opened again. `changed` is
+    set whenever it comes or goes.
+    """
+
+    def __init__(self, role: Role, address: BootstrapAddress, changed: asyncio.Event) -> None:
+        self.role = role
+        self.address = address
+        self.model: ModelInfo | None = None
+        self.proven = False
+        self.why_not = "not connected yet"
+        self._changed = changed
+        self._connection = Connection(address.target)
+        self._client = GenerationClient(self._connection)
+        self._subscriber: str | None = None
+        self._sinks: dict[BootstrapRoom, Sink] = {}
+
+    @property
+    def is_live(self) -> bool:
+        """Its output stream stands."""
+        return self._subscriber is not None
+
+    @property
+    def is_usable(self) -> bool:
+        """Live and proven."""
+        return self.is_live and self.proven
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that it has of this router."""
+        return len(self._sinks)
+
+    def open(self, room: BootstrapRoom, sink: Sink) -> None:
+        """Sends the room's outputs to `sink` until `close`."""
+        self._sinks[room] = sink
+
+    def close(self, room: BootstrapRoom) -> None:
+        """The room's outputs are no longer of interest."""
+        self._sinks.pop(room, None)
+
+    async def submit(self, request: GenerationRequest, parent: Context) -> None:
+        """Raises the worker's own PdError when it refuses, NoWorkers when it is not live."""
+        if self._subscriber is None:
+            raise NoWorkers(f"{self.role.value} {self.address.target} is not connected: {self.why_not}")
+        await self._client.submit(request, self._subscriber, parent)
+
+    async def abort(self, room: BootstrapRoom, message: str) -> None:
+        """Ends the room there; a worker that is gone has ended it already."""
+        try:
+            await self._client.abort_room(room, message)
+        except PdError as error:
+            _log.info("%s %s: room %s not aborted: %s", self.role.value, self.address.target, room, error.message)
+
+    async def tokenize_text(self, text: str) -> tuple[int, ...]:
+        return await self._client.tokenize_text(text)
+
+    async def tokenize_chat(self, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:
+        return await self._client.tokenize_chat(messages)
+
+    async def run(self) -> None:
+        """Keeps the output stream open; ends only by cancellation."""
+        while True:
+            try:
+                await self._stream()
+                error: PdError = PeerLost(f"{self.role.value} {self.address.target} has ended the stream")
+            except PdError as broken:
+                error = broken
+            self._lost(error)
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def stop(self) -> None:
+        await self._connection.close()
+
+    async def _stream(self) -> None:
+        subscriber = f"router-{uuid.uuid4()}"
+        model = await self._client.get_model()
+        async for outputs in self._client.stream_outputs(subscriber):
+            if self._subscriber is None:
+                self.model, self._subscriber = model, subscriber
+                _log.info("%s %s is connected", self.role.value, self.address.target)
+                self._changed.set()
+            for output in outputs:
+                sink = self._sinks.get(output.room)
+                if sink is not None:
+                    sink(output)
+
+    def _lost(self, error: PdError) -> None:
+        if self.is_live:
+            _log.warning("%s %s is lost: %s", self.role.value, self.address.target, error.message)
+        self._subscriber, self.proven, self.why_not = None, False, error.message
+        self._changed.set()
+        lost = PeerLost(f"{self.role.value} {self.address.target} is gone: {error.message}", peer=self.address.target)
+        for room, sink in tuple(self._sinks.items()):
+            sink(Output(room, error=lost))

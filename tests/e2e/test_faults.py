@@ -1,0 +1,177 @@
+"""Aborts, lost clients, killed processes: the client learns of it at once, the other side goes on, nothing is leaked."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import httpx
+import pytest
+
+from demo.cluster import LOOPBACK, Cluster
+from pd_common.control.status import from_rpc_error
+from pd_common.errors import Reason
+from tests.e2e.harness import Client, client_of, engine_processes, long_model, running_cluster
+from tests.engine.oracle import Oracle
+from tests.tiny_models import VOCAB_SIZE
+
+TRANSFERRING, SUCCESS = 3, 4
+LONG = tuple(random.Random(1).choices(range(1, VOCAB_SIZE), k=6000))
+SHORT = LONG[:100]
+ROOMS = itertools.count(1000)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Cluster]:
+    """Small chunks, so that a long prompt is under way for a while."""
+    with running_cluster(chunk=64) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(pair: Cluster) -> AsyncIterator[Client]:
+    async with client_of(pair) as client:
+        yield client
+
+
+async def expect_error(answer: "asyncio.Task[object]") -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answer
+    return caught.value
+
+
+async def assert_serves(client: Client) -> None:
+    assert (await client.generate(SHORT)).token_ids == Oracle(long_model("llama")).tokens(SHORT)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("state", [TRANSFERRING, SUCCESS])
+async def test_an_abort_on_one_side_ends_the_other_and_the_client(client: Client, side: str, state: int) -> None:
+    room = next(ROOMS)
+    prompt = LONG if state == TRANSFERRING else SHORT
+    answer = asyncio.create_task(client.generate(prompt, max_new_tokens=1000, bootstrap_room=room))
+    await client.reached("decode", state, room)
+    drained = await client.abort(side, room)
+    assert drained.drained.instance_id.startswith(side)
+    if (side, state) != ("prefill", SUCCESS):
+        assert from_rpc_error(await expect_error(answer), "").reason is Reason.ROOM_ABORTED
+    else:
+        assert len((await answer).token_ids) == 1000, "prefill has no part in it any more"
+    await assert_serves(client)
+
+
+async def test_an_aborted_room_is_refused_afterwards(client: Client) -> None:
+    room = next(ROOMS)
+    await client.abort("prefill", room)
+    error = await expect_error(asyncio.create_task(client.generate(SHORT, bootstrap_room=room)))
+    assert from_rpc_error(error, "").reason is Reason.ROOM_ABORTED
+
+
+@pytest.mark.parametrize("state", [TRANSFERRING, SUCCESS])
+async def test_a_grpc_client_that_goes_away_ends_both_sides(client: Client, state: int) -> None:
+    room = next(ROOMS)
+    prompt = LONG if state == TRANSFERRING else SHORT
+    answer = asyncio.create_task(client.generate(prompt, max_new_tokens=2000, bootstrap_room=room))
+    await client.reached("decode", state, room)
+    answer.cancel()
+    await asyncio.gather(answer, return_exceptions=True)
+    await client.wait_clean()
+
+
+async def test_an_http_client_that_goes_away_ends_both_sides(client: Client) -> None:
+    room = next(ROOMS)
+    body = {"input_ids": list(LONG), "sampling_params": {"max_new_tokens": 2000}, "bootstrap_room": room}
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(timeout=60) as http:
+            await http.post(f"http://{LOOPBACK}:{client.cluster.ports.http}/generate", json=body)
+
+    asking = asyncio.create_task(ask())
+    await client.reached("decode", TRANSFERRING, room)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await client.wait_clean()
+
+
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+async def test_a_killed_process_is_told_at_once_and_replaced_without_a_restart_of_the_other(
+    client: Client, victim: str
+) -> None:
+    running = client.cluster
+    process, survivor = engine_processes(running)[victim], {"prefill": "decode", "decode": "prefill"}[victim]
+    survivor_pid = engine_processes(running)[survivor].pid
+    room = next(ROOMS)
+    answer = asyncio.create_task(client.generate(LONG, bootstrap_room=room))
+    await client.reached("decode", TRANSFERRING, room)
+    process.kill()
+    killed = time.monotonic()
+    error = await expect_error(answer)
+    assert time.monotonic() - killed < 2.0
+    assert from_rpc_error(error, "").reason is Reason.PEER_LOST
+    while_gone = await expect_error(asyncio.create_task(client.generate(SHORT)))
+    assert from_rpc_error(while_gone, "").reason in (Reason.NO_WORKERS, Reason.PEER_LOST)
+    process.start()
+    await asyncio.to_thread(running.wait_ready)
+    await assert_serves(client)
+    assert engine_processes(running)[survivor].pid == survivor_pid
+    assert engine_processes(running)[survivor].is_alive
+
+
+async def test_a_restart_of_prefill_at_the_same_address_is_noticed_by_direct_clients(client: Client) -> None:
+    """No router to wait for readiness: decode itself must find the new process behind the old address."""
+    running = client.cluster
+    await client.direct(SHORT, room=next(ROOMS))
+    running.prefill.kill()
+    running.prefill.start()
+    await asyncio.to_thread(running.wait_ready)
+    _, decode = await client.direct(SHORT, room=next(ROOMS))
+    assert decode.token_ids == Oracle(long_model("llama")).tokens(SHORT)
+
+
+async def test_a_frozen_prefill_is_noticed_and_its_late_writes_are_kept_out(client: Client) -> None:
+    """SIGSTOP in the middle of a transfer: the room fails, its pages wait; SIGCONT: the proof comes, all is free again."""
+    running = client.cluster
+    room = next(ROOMS)
+    answer = asyncio.create_task(client.generate(LONG, bootstrap_room=room))
+    await client.reached("decode", TRANSFERRING, room)
+    running.prefill.send(signal.SIGSTOP)
+    try:
+        assert from_rpc_error(await expect_error(answer), "").reason is Reason.PEER_LOST
+        pool = await client.pool("decode")
+        assert pool.pages_quarantined > 0, "pages that a frozen writer may still write must not be free"
+        assert pool.pages_free + pool.pages_quarantined == pool.pages_total
+    finally:
+        running.prefill.send(signal.SIGCONT)
+    await asyncio.to_thread(running.wait_ready)
+    await assert_serves(client)
+
+
+async def test_sigterm_lets_a_running_answer_end() -> None:
+    with running_cluster() as running:
+        async with client_of_stopping(running) as client:
+            room = next(ROOMS)
+            answer = asyncio.create_task(client.generate(SHORT, max_new_tokens=300, bootstrap_room=room))
+            await client.reached("decode", SUCCESS, room)
+            code = await asyncio.to_thread(running.decode.stop)
+            assert len((await answer).token_ids) == 300
+            assert code == 0
+        assert running.prefill.stop() == 0
+        assert running.router.stop() == 0
+
+
+async def test_pools_that_do_not_match_are_refused_with_the_field() -> None:
+    with running_cluster_unready(decode_page_size=32) as running:
+        client = Client(running)
+        try:
+            error = await expect_error(asyncio.create_task(client_direct_decode(client, next(ROOMS))))
+            typed = from_rpc_error(error, "")
+            assert (typed.reason, typed.metadata["field"]) == (Reason.LAYOUT_MISMATCH, "page_size")
+        finally:
+            await client.close()
+        assert running.prefill.is_alive
+        assert running.decode.is_alive

@@ -1,0 +1,65 @@
+"""What the pair answers is what transformers' own generate answers, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from tests.e2e.harness import long_model, running_cluster, client_of
+from tests.engine.oracle import Oracle
+from tests.tiny_models import VOCAB_SIZE
+
+NEW_TOKENS = 12
+
+# family, page size, chunk: no chunk divides a prompt or is a multiple of the page
+SHAPES = [("llama", 16, 100), ("qwen2", 1, 37), ("qwen3", 64, 150), ("mistral", 16, 77), ("llama", 1, 61), ("mistral", 64, 90)]
+
+
+def _lengths(page_size: int, chunk: int) -> list[int]:
+    edges = {1, 2, max(page_size - 1, 1), page_size, page_size + 1, chunk - 1, chunk, chunk + 1, 3 * chunk + 5}
+    return sorted(edges) + [random.Random(page_size * chunk).randrange(2, 5 * chunk) for _ in range(8)] + [2311]
+
+
+def _prompts(page_size: int, chunk: int) -> list[tuple[int, ...]]:
+    rng = random.Random(f"{page_size}-{chunk}")
+    return [tuple(rng.choices(range(1, VOCAB_SIZE), k=length)) for length in _lengths(page_size, chunk)]
+
+
+@pytest.mark.parametrize(("family", "page_size", "chunk"), SHAPES)
+async def test_greedy_answers_equal_generate(family: str, page_size: int, chunk: int) -> None:
+    oracle = Oracle(long_model(family))
+    prompts = _prompts(page_size, chunk)
+    expected = [oracle.tokens(prompt, NEW_TOKENS) for prompt in prompts]
+    assert len({tuple(tokens) for tokens in expected}) > len(prompts) // 2, "the oracle hardly reacts to its prompt"
+    with running_cluster(family, page_size=page_size, chunk=chunk) as running:
+        async with client_of(running) as client:
+            one_by_one = [(await client.generate(prompt, max_new_tokens=NEW_TOKENS)).token_ids for prompt in prompts]
+            assert one_by_one == expected
+            together = await asyncio.gather(
+                *(client.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in _sixteen(prompts))
+            )
+            by_prompt = dict(zip(prompts, expected, strict=True))
+            assert [answer.token_ids for answer in together] == [by_prompt[prompt] for prompt in _sixteen(prompts)]
+
+
+def _sixteen(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [prompts[index % len(prompts)] for index in range(16)]
+
+
+async def test_log_probabilities_equal_the_models() -> None:
+    oracle = Oracle(long_model("qwen3"))
+    prompt = tuple(random.Random(5).choices(range(1, VOCAB_SIZE), k=230))
+    with running_cluster("qwen3", page_size=16, chunk=100) as running:
+        async with client_of(running) as client:
+            answer = await client.generate(prompt, max_new_tokens=8, return_logprob=True, top_logprobs_num=3)
+    truth = oracle.logprobs(prompt, 8)
+    assert len(answer.logprobs) == 8
+    for step, logprob in enumerate(answer.logprobs):
+        assert logprob.token_id == answer.token_ids[step]
+        assert logprob.logprob == pytest.approx(truth[step, logprob.token_id].item(), abs=1e-4)
+        best = truth[step].topk(3)
+        assert [top.token_id for top in logprob.top] == best.indices.tolist()
+        assert [top.logprob for top in logprob.top] == pytest.approx(best.values.tolist(), abs=1e-4)
