@@ -76,6 +76,18 @@ class Process:
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
+    def wait_for_log(self, text: str, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Returns when it has printed this.
+
+        Raises:
+            ClusterError: it ended, or the time is over.
+        """
+        give_up = time.monotonic() + timeout_s
+        while text not in (printed := self.log()):
+            if not self.is_alive or time.monotonic() > give_up:
+                raise ClusterError(f"{self.name} did not print {text!r}:\n{_tail(printed)}")
+            time.sleep(0.05)
+
     def send(self, number: signal.Signals) -> None:
         self._running.send_signal(number)
 
@@ -93,6 +105,11 @@ class Process:
         except subprocess.TimeoutExpired:
             self.kill()
             return self._running.returncode
+
+    def close(self) -> None:
+        """Stops it and forgets its log."""
+        self.stop()
+        self._log.close()
 
     @property
     def _running(self) -> subprocess.Popen[bytes]:
@@ -142,10 +159,10 @@ class Cluster:
         finally:
             connection.close()
 
-    def stop(self) -> None:
-        """Router first, so that nobody is cut off."""
+    def close(self) -> None:
+        """Stops all, the router first, so that nobody is cut off."""
         for process in self.processes:
-            process.stop()
+            process.close()
 
 
 @contextmanager
@@ -171,7 +188,7 @@ def cluster(
     try:
         yield running
     finally:
-        running.stop()
+        running.close()
 
 
 def _service(name: str, flags: Sequence[str], environment: Mapping[str, str]) -> Process:

@@ -26,6 +26,8 @@ MODEL = HERE / "model"
 ENGINE_FLAGS = ("--threads", "1", "--page-size", "16", "--kv-cache-tokens", "16384")
 PREFILL_FLAGS = ("--chunked-prefill-size", "256")
 ANSWER_TOKENS = 120
+WIDTH = 118
+"""Columns that the timeline needs; a narrower terminal wraps lines, which is better than losing them."""
 SERVE_PORTS = Ports(prefill=8998, decode=8999, http=8000, grpc=8001)
 
 
@@ -35,6 +37,8 @@ SERVE_PORTS = Ports(prefill=8998, decode=8999, http=8000, grpc=8001)
 def main(serve: bool, model: Path) -> None:
     """Show the prefill/decode handoff on this machine."""
     console = Console(highlight=False)
+    if console.width < WIDTH:
+        console.width = WIDTH
     _require(model)
     try:
         if serve:

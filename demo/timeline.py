@@ -12,7 +12,7 @@ from rich.text import Text
 from demo.collector import RecordedSpan
 from pd_common.telemetry.spans import SpanName
 
-_BAR = 36
+_BAR = 24
 
 _WHAT: dict[str, str] = {
     SpanName.ROUTE: "whole request",
@@ -42,15 +42,17 @@ EXPECTED = frozenset({SpanName.ROUTE, SpanName.PREFILL, SpanName.DECODE})
 def render(spans: Sequence[RecordedSpan]) -> RenderableType:
     """The waterfall and the summary."""
     begin, end = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading, justify in (("process", "left"), ("stage", "left"), ("from ms", "right"), ("took ms", "right")):
-        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("process", no_wrap=True)
+    table.add_column("stage", no_wrap=True)
+    table.add_column("at ms", justify="right", no_wrap=True)
+    table.add_column("took", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    table.add_column("details", overflow="fold")
+    table.add_column("", no_wrap=True)
     for span in sorted(spans, key=lambda s: (s.start_ns, -s.end_ns)):
         colour = _COLOUR.get(span.service, "white")
         table.add_row(
-            Text(span.service, style=colour),
+            Text(span.service.removeprefix("pd-"), style=colour),
             _WHAT.get(span.name, span.name),
             f"{(span.start_ns - begin) / 1e6:.1f}",
             f"{span.milliseconds:.1f}",
@@ -79,7 +81,7 @@ def _details(span: RecordedSpan) -> str:
             return f"{a['tokens']} tokens, to {a['end']}"
         case SpanName.CHUNK_TRANSFER:
             size = float(a["bytes"]) / 1e6
-            return f"{a['pages']} pages, {a['descriptors']} PUTs, {size:.2f} MB, {a['gb_per_s']} GB/s by {a['carrier']}"
+            return f"{a['pages']} pages, {a['descriptors']} PUTs, {size:.2f} MB, {a['gb_per_s']:.2f} GB/s by {a['carrier']}"
         case SpanName.ALLOCATE:
             return f"{a['pages']} pages for prompt and answer"
         case SpanName.DECODE_STEPS:

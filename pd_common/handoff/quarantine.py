@@ -49,7 +49,7 @@ class Quarantine:
     """Held memory by room. `release` gets it back exactly once, when no writer is left to wait for.
 
     A writer is quiet when it has drained the room, or when it is fenced off and, if it runs on this host, its process
-    is gone. A proof counts for what is held when it comes: hold first, then fence. Proofs may be repeated.
+    is gone. A proof counts for what is held when it comes. Proofs may be repeated.
     """
 
     def __init__(self, release: Release, host_id: str) -> None:
@@ -77,9 +77,10 @@ class Quarantine:
         if held is not None:
             self._prove(held, frozenset(Proof), lambda writer: writer.instance == instance)
 
-    def peer_fenced(self, instance: Instance) -> None:
-        """Our port for the writer is torn down: `InboundPort.fence` has returned, no other was opened since."""
-        for held in self.held:
+    def fenced(self, room: BootstrapRoom, instance: Instance) -> None:
+        """The port through which the writer was to write this room is torn down: `InboundPort.fence` has returned."""
+        held = self._held.get(room)
+        if held is not None:
             self._prove(held, frozenset({Proof.FENCED}), lambda writer: writer.instance == instance)
 
     def process_gone(self, process: ProcessProof) -> None:

@@ -96,8 +96,7 @@ class KVSender:
             await asyncio.wait(self._sends)
 
     def _accept(self, chunk: TransferKVChunk, *, is_last: bool) -> None:
-        if self._stopped is not None:
-            raise self._stopped
+        self._refuse_if_stopped()
         expected = (self._room, self._next_chunk, self._pages_accepted, is_last)
         if self._last_accepted or (chunk.room, chunk.index, chunk.dst_offset_pages, chunk.is_last) != expected:
             raise InternalError("A chunk out of order", room=self._room, index=chunk.index, expected=self._next_chunk)
@@ -108,6 +107,10 @@ class KVSender:
         self._next_chunk += 1
         self._pages_accepted = end
         self._last_accepted = is_last
+
+    def _refuse_if_stopped(self) -> None:
+        if self._stopped is not None:
+            raise self._stopped
 
     async def _in_turn(self, chunk: TransferKVChunk, metadata: HandoffMetadata | None) -> WriteReceipt:
         send = asyncio.create_task(self._send(chunk, metadata))
@@ -122,8 +125,7 @@ class KVSender:
 
     async def _send(self, chunk: TransferKVChunk, metadata: HandoffMetadata | None) -> WriteReceipt:
         async with self._turn:
-            if self._stopped is not None:
-                raise self._stopped
+            self._refuse_if_stopped()
             try:
                 receipt = await self._write(chunk, metadata)
             except Exception as error:
@@ -140,6 +142,7 @@ class KVSender:
         channel = self._destination.channel
         if metadata is not None:
             await self._hash(chunk)
+            self._refuse_if_stopped()
             return await channel.write(*self._page_puts(chunk), *self._row_puts(metadata))
         hashing = asyncio.create_task(self._hash(chunk))
         try:

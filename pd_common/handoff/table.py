@@ -122,7 +122,8 @@ class TransferTable:
         A room that is unknown, finished or further already is left alone. `peer` names the other side once known.
 
         Raises:
-            InvalidRequest: the step is forward but skips one that must come first (I1).
+            InvalidRequest: the step is forward but skips one that must come first (I1); on prefill only the joining of
+                request and offer leads out of BOOTSTRAPPING.
             StaleInstance: the room belongs to another `peer`.
 
         """
@@ -133,7 +134,8 @@ class TransferTable:
             return False
         if peer is not None and known.peer not in (None, peer):
             raise StaleInstance("The room belongs to another process", expected=known.peer, got=peer, room=room)
-        if to is not known.state and to not in ALLOWED[known.state]:
+        joining = self._role is Role.PREFILL and known.state is TransferState.BOOTSTRAPPING
+        if to is not known.state and (joining or to not in ALLOWED[known.state]):
             raise InvalidRequest(f"A room does not go from {known.state.name} to {to.name}", room=room, field="state")
         merged = known.progress.merged(progress)
         if to is known.state and merged == known.progress and peer in (None, known.peer):
@@ -289,9 +291,9 @@ class TransferTable:
         """The only place where a record enters the table or changes: numbers it and tells the listeners."""
         before = self._by_change.pop(record.room, None)
         self._sequence += 1
-        if before is None or before.state is not to:
-            record = replace(record, timeline=(*record.timeline, Transition(to, now)))
-        record = replace(record, state=to, sequence=self._sequence, updated_s=now)
+        entered = () if before is not None and before.state is to else (Transition(to, now),)
+        timeline = record.timeline + entered
+        record = replace(record, state=to, sequence=self._sequence, updated_s=now, timeline=timeline)
         self._by_change[record.room] = record
         if to.is_final:
             self._finished[record.room] = None

@@ -35,10 +35,6 @@ class Drain:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def fenced(self, writer: Prefill) -> None:
-        """Our port for this process is torn down."""
-        self.quarantine.peer_fenced(writer.instance)
-
     async def close(self) -> None:
         """Stops asking; what is held stays held until the process ends."""
         for task in tuple(self._tasks):
@@ -49,6 +45,8 @@ class Drain:
         connection = Connection(writer.connection.address)
         try:
             while room in self.quarantine:
+                if writer.fenced.is_set():
+                    self.quarantine.fenced(room, writer.instance)
                 if process_is_gone(writer.process):
                     self.quarantine.process_gone(writer.process)
                 elif await self._asked(room, writer, PeerClient(connection)):

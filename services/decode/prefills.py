@@ -79,6 +79,7 @@ class Prefills:
         pairing = self._pairings.get(address)
         if pairing is None or (pairing.done() and (pairing.cancelled() or pairing.exception() is not None)):
             pairing = asyncio.create_task(self._pair(address))
+            pairing.add_done_callback(_look_at_failure)
             self._pairings[address] = pairing
         return await asyncio.shield(pairing)
 
@@ -162,6 +163,12 @@ class Prefills:
             return f"no beat for {patience_s:.1f} s"
         except StopAsyncIteration:
             return "it ended the pairing"
+
+
+def _look_at_failure(pairing: asyncio.Task[Prefill]) -> None:
+    """A room that waited may have been aborted meanwhile; then nobody else would have asked how it went."""
+    if not pairing.cancelled() and pairing.exception() is not None:
+        _log.warning("pairing failed: %s", pairing.exception())
 
 
 def _only_rank(ranks: tuple[RankInfo, ...], address: BootstrapAddress) -> RankInfo:

@@ -13,7 +13,7 @@ from pd_common.control.outputs import OutputHub
 from pd_common.control.servicers import PoolStatus, TransferReport
 from pd_common.engine.engine import Engine
 from pd_common.engine.request import Sequence
-from pd_common.errors import PdError, PeerLost, ReceiverUnknown, ShuttingDown, StaleInstance, TransferFailed
+from pd_common.errors import PdError, PeerLost, ReceiverUnknown, RoomAborted, ShuttingDown, StaleInstance, TransferFailed
 from pd_common.generation import GenerationRequest, Output
 from pd_common.handoff.chunk import PoolBuffers
 from pd_common.handoff.destination import Offer
@@ -102,6 +102,8 @@ class DecodeService:
         if self._stopping:
             raise ShuttingDown("this decode is stopping and takes no new request")
         self._engine.validate(request)
+        if request.room in self._drain.quarantine:
+            raise RoomAborted(f"room {request.room} failed and its memory is not proven quiet", room=request.room)
         now = time.monotonic()
         self.transfers.open(
             request.room,

@@ -84,6 +84,7 @@ async def serve(options: dict[str, Any]) -> None:
     scheduler = PrefillScheduler(engine, options["chunked_prefill_size"], model.max_running_requests)
     service = PrefillService(instance, engine, scheduler, pool, metadata, transfers, hub, with_digest=data.digest)
     receivers = Receivers(engine.layout, transport, service.receiver_lost)
+    service.use(receivers)
     control = server.ControlServer(
         [
             server.bootstrap(BootstrapServicer(Registry())),
@@ -100,7 +101,7 @@ async def serve(options: dict[str, Any]) -> None:
         RankInfo(instance, Role.PREFILL, RankPosition(), address, engine.layout), BootstrapClient(directory)
     )
     lease_s = await membership.join()
-    async with process.background(scheduler.run(), service.reap(receivers), membership.stay(lease_s)):
+    async with process.background(scheduler.run(), service.reap(), membership.stay(lease_s)):
         await control.set_serving(True)
         process.announce(f"pd-prefill serves {engine.model_info.name} on {address}", transport.info)
         await server.until_signal()

@@ -23,6 +23,7 @@ from pd_common.handoff.sender import KVSender
 from pd_common.handoff.state import Progress, Transfer, TransferState
 from pd_common.handoff.table import TransferTable
 from pd_common.telemetry.spans import RoomTrace, SpanName, now_ns
+from pd_common.transport.base import WriteReceipt
 from pd_common.types import BootstrapRoom, Instance
 from services.prefill.receivers import Receiver, Receivers
 from services.prefill.scheduler import Job, PrefillScheduler
@@ -82,6 +83,10 @@ class PrefillService:
         self._rooms: dict[BootstrapRoom, _Room] = {}
         self._offered: dict[BootstrapRoom, tuple[Destination, Receiver]] = {}
         self._stopping = False
+
+    def use(self, receivers: Receivers) -> None:
+        """Who offers memory; it calls back into this service, so it is made after it."""
+        self._receivers = receivers
 
     def pool_status(self) -> PoolStatus:
         """Prefill has no quarantine: nobody writes here."""
@@ -213,10 +218,12 @@ class PrefillService:
     async def _send(self, room: _Room, work: _Work, chunk: TransferKVChunk, metadata: HandoffMetadata | None) -> None:
         number, began_ns = room.request.room, now_ns()
         self.transfers.advance(number, TransferState.TRANSFERRING, time.monotonic())
-        if metadata is None:
-            receipt = await work.sender.send_kv_chunk(chunk)
-        else:
-            receipt = await work.sender.finish(chunk, metadata)
+        try:
+            receipt = await self._write(work, chunk, metadata)
+        except (TransferFailed, PeerLost) as broken:
+            # The channel is broken for good: decode has to register again before it can offer pages to this process.
+            await self._receivers.drop(work.receiver, broken.message)
+            raise
         self.transfers.advance(number, TransferState.TRANSFERRING, time.monotonic(), progress=work.sender.progress)
         room.trace.record(
             SpanName.CHUNK_TRANSFER,
@@ -229,6 +236,11 @@ class PrefillService:
             gb_per_s=round(receipt.bytes / max(receipt.seconds, 1e-9) / 1e9, 3),
             carrier=work.receiver.channel.carrier,
         )
+
+    async def _write(self, work: _Work, chunk: TransferKVChunk, metadata: HandoffMetadata | None) -> WriteReceipt:
+        if metadata is None:
+            return await work.sender.send_kv_chunk(chunk)
+        return await work.sender.finish(chunk, metadata)
 
     async def _agree(self, room: _Room, work: _Work) -> None:
         """Success is what decode says after its gate; the report is repeated until there is an answer, or the deadline."""
@@ -249,21 +261,24 @@ class PrefillService:
         if error is not None:
             self.transfers.fail(number, error, time.monotonic())
             self._hub.publish([Output(number, error=error)])
-            if room.destination.done() and not room.destination.cancelled() and not room.decode_told:
-                await self._report_failure(room, error)
-        if room.work is not None:
-            await self._release(room.work)
+        await asyncio.gather(self._tell_decode(room, error), self._release(room.work))
         room.trace.end(error)
         del self._rooms[number]
 
-    async def _release(self, work: _Work) -> None:
+    async def _release(self, work: _Work | None) -> None:
         """Waits until nothing is written or read any more, then gives pages and slot back."""
+        if work is None:
+            return
         await work.sender.abort()
         await self._scheduler.release(work.job)
         self._metadata.free(work.slot)
         self._free_slots.release()
 
-    async def _report_failure(self, room: _Room, error: PdError) -> None:
+    async def _tell_decode(self, room: _Room, error: PdError | None) -> None:
+        """Decode learns of a failure from us, unless it knows, or has not been heard of yet."""
+        offered = room.destination.done() and not room.destination.cancelled()
+        if error is None or room.decode_told or not offered:
+            return
         _, receiver = room.destination.result()
         try:
             await self._report(room, receiver, TransferState.FAILED, Progress(), error)
@@ -286,7 +301,7 @@ class PrefillService:
 
     # --- housekeeping ---
 
-    async def reap(self, receivers: Receivers) -> None:
+    async def reap(self) -> None:
         """Ends what is overdue, by the clock alone (I7); ends only by cancellation."""
         while True:
             now = time.monotonic()
@@ -294,7 +309,7 @@ class PrefillService:
                 if transfer.failure is not None:
                     self.abandon(transfer.room, transfer.failure)
             self.transfers.sweep(now)
-            await receivers.drop_unheld(now)
+            await self._receivers.drop_unheld(now)
             await asyncio.sleep(_REAP_S)
 
     async def close(self, drain_timeout_s: float) -> None:

@@ -7,10 +7,10 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def long_model(family: str) -> Path:
 
 
 @contextmanager
-def running_cluster(
+def started_cluster(
     family: str = "llama",
     *,
     page_size: int = 16,
@@ -54,7 +54,7 @@ def running_cluster(
     decode_flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Cluster]:
-    """Ready to serve; one engine thread each."""
+    """Three processes with one engine thread each, not necessarily ready."""
     with cluster(
         long_model(family),
         Ports.free(),
@@ -63,6 +63,13 @@ def running_cluster(
         decode_flags=["--page-size", str(page_size), *decode_flags],
         environment=environment,
     ) as running:
+        yield running
+
+
+@contextmanager
+def running_cluster(family: str = "llama", **settings: Any) -> Iterator[Cluster]:
+    """As `started_cluster`, ready to serve."""
+    with started_cluster(family, **settings) as running:
         running.wait_ready()
         yield running
 
@@ -148,7 +155,7 @@ class Client:
     async def wait_clean(self) -> None:
         """Asserts that both pools come back to where they started: every page and slot free, nothing in quarantine."""
         for name in ("prefill", "decode"):
-            await eventually(lambda name=name: self._unclean(name))  # type: ignore[misc]
+            await eventually(partial(self._unclean, name))
 
     async def _unclean(self, name: str) -> str:
         pool = await self.pool(name)
@@ -156,7 +163,7 @@ class Client:
         return f"{name} still holds {used} pages, slots, rooms: {pool}" if any(used) else ""
 
 
-async def eventually(complaint: Callable[[], Any], patience_s: float = PATIENCE_S) -> None:
+async def eventually(complaint: Callable[[], Awaitable[str]], patience_s: float = PATIENCE_S) -> None:
     """Asks again and again until there is nothing to complain of; fails with the last complaint."""
     give_up = time.monotonic() + patience_s
     while text := await complaint():

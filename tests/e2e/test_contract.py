@@ -119,7 +119,9 @@ async def test_what_cannot_be_understood_is_a_400_that_names_the_field(pair: Clu
     assert token.reason is Reason.INVALID_REQUEST
 
 
-async def test_a_room_in_use_is_refused_and_the_owner_is_not_disturbed(pair: Cluster, client: Client, oracle: Oracle) -> None:
+async def test_a_room_in_use_is_refused_and_the_owner_is_not_disturbed(
+    pair: Cluster, client: Client, oracle: Oracle
+) -> None:
     room = 4242
     long_answer = asyncio.create_task(client.generate(PROMPT, max_new_tokens=400, bootstrap_room=room))
     await client.reached("decode", SUCCESS, room)

@@ -16,7 +16,7 @@ import pytest
 from demo.cluster import LOOPBACK, Cluster
 from pd_common.control.status import from_rpc_error
 from pd_common.errors import Reason
-from tests.e2e.harness import Client, client_of, engine_processes, long_model, running_cluster
+from tests.e2e.harness import Client, client_of, engine_processes, long_model, running_cluster, started_cluster
 from tests.engine.oracle import Oracle
 from tests.tiny_models import VOCAB_SIZE
 
@@ -153,24 +153,34 @@ async def test_a_frozen_prefill_is_noticed_and_its_late_writes_are_kept_out(clie
 
 async def test_sigterm_lets_a_running_answer_end() -> None:
     with running_cluster() as running:
-        async with client_of_stopping(running) as client:
+        client = Client(running)
+        try:
             room = next(ROOMS)
             answer = asyncio.create_task(client.generate(SHORT, max_new_tokens=300, bootstrap_room=room))
             await client.reached("decode", SUCCESS, room)
             code = await asyncio.to_thread(running.decode.stop)
             assert len((await answer).token_ids) == 300
-            assert code == 0
-        assert running.prefill.stop() == 0
-        assert running.router.stop() == 0
+            assert code == 0, running.decode.log()
+        finally:
+            await client.close()
+        assert running.prefill.stop() == 0, running.prefill.log()
+        assert running.router.stop() == 0, running.router.log()
 
 
 async def test_pools_that_do_not_match_are_refused_with_the_field() -> None:
-    with running_cluster_unready(decode_page_size=32) as running:
+    """Each process is fine by itself; the pair is not, and says so instead of hanging."""
+    with started_cluster(decode_flags=["--page-size", "32"]) as running:
+        await asyncio.to_thread(running.prefill.wait_for_log, "pd-prefill serves")
+        await asyncio.to_thread(running.decode.wait_for_log, "pd-decode serves")
         client = Client(running)
         try:
-            error = await expect_error(asyncio.create_task(client_direct_decode(client, next(ROOMS))))
-            typed = from_rpc_error(error, "")
-            assert (typed.reason, typed.metadata["field"]) == (Reason.LAYOUT_MISMATCH, "page_size")
+            meeting = {"bootstrap_host": LOOPBACK, "bootstrap_port": running.ports.prefill}
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await client.generate(SHORT, to="decode", bootstrap_room=next(ROOMS), **meeting)
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            error = from_rpc_error(caught.value, "")
+            assert (error.reason, error.metadata["field"]) == (Reason.LAYOUT_MISMATCH, "page_size")
+            await client.wait_clean()
         finally:
             await client.close()
         assert running.prefill.is_alive

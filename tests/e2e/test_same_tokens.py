@@ -15,7 +15,14 @@ from tests.tiny_models import VOCAB_SIZE
 NEW_TOKENS = 12
 
 # family, page size, chunk: no chunk divides a prompt or is a multiple of the page
-SHAPES = [("llama", 16, 100), ("qwen2", 1, 37), ("qwen3", 64, 150), ("mistral", 16, 77), ("llama", 1, 61), ("mistral", 64, 90)]
+SHAPES = [
+    ("llama", 16, 100),
+    ("qwen2", 1, 37),
+    ("qwen3", 64, 150),
+    ("mistral", 16, 77),
+    ("llama", 1, 61),
+    ("mistral", 64, 90),
+]
 
 
 def _lengths(page_size: int, chunk: int) -> list[int]:

@@ -88,5 +88,11 @@ def make_destination(offer: Offer, pool: MemoryPool, rows: MetadataBuffers, chan
     return Destination(offer, RemotePool(pool.buffers, rows.region.base, rows.num_slots), channel)
 
 
+def owned(rows: MetadataBuffers) -> Slot:
+    slot = rows.alloc()
+    assert slot is not None
+    return slot
+
+
 def room(number: int) -> BootstrapRoom:
     return BootstrapRoom(number)

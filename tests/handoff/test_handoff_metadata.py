@@ -20,7 +20,7 @@ from pd_common.handoff.metadata import (
     check_seal,
 )
 from pd_common.transport.base import Puts
-from tests.handoff.memory import room
+from tests.handoff.memory import owned, room
 
 int32s = st.integers(-(2**31), 2**31 - 1)
 doubles = st.floats(allow_nan=False)
@@ -38,12 +38,6 @@ metadatas = st.builds(
     logprob=st.none() | logprobs,
     digest=st.none() | st.binary(min_size=16, max_size=16),
 )
-
-
-def owned(rows: MetadataBuffers) -> Slot:
-    slot = rows.alloc()
-    assert slot is not None
-    return slot
 
 
 def apply(puts: Puts) -> None:

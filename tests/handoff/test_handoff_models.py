@@ -44,6 +44,10 @@ class TableHistory(RuleBasedStateMachine):
             assert new.timeline[: len(old.timeline)] == old.timeline
         assert (new.failure is None) is (new.state is not TransferState.FAILED)
         assert new.timeline[-1].state is new.state
+        if new.state > TransferState.BOOTSTRAPPING:
+            assert new.rid is not None
+            assert new.offer is not None
+            assert new.prompt_digest == new.offer.prompt_digest
         self.known[new.room] = new
 
     def attempt(self, action: object, *args: object, **kwargs: object) -> None:
@@ -263,7 +267,8 @@ class MemoryHistory(RuleBasedStateMachine):
         for owned in self.failed.values():
             if owned.writer == writer and writer.process.host_id != "host-a":
                 owned.posted, owned.stopped = 0, True
-        self.quarantine.peer_fenced(writer.instance)
+        for number in [number for number, owned in self.failed.items() if owned.writer == writer]:
+            self.quarantine.fenced(number, writer.instance)
 
     @rule(writer=peers)
     def killed(self, writer: Writer) -> None:

@@ -36,7 +36,7 @@ def drained(writer: Writer) -> Step:
 
 
 def fenced(writer: Writer) -> Step:
-    return lambda quarantine: quarantine.peer_fenced(writer.instance)
+    return lambda quarantine: quarantine.fenced(room(7), writer.instance)
 
 
 def gone(writer: Writer) -> Step:
@@ -78,6 +78,7 @@ def test_memory_comes_back_with_the_last_proof_and_once(writers: list[Writer], s
         fenced(THERE),
         gone(THERE),
         lambda quarantine: quarantine.drained(room(8), HERE.instance),
+        lambda quarantine: quarantine.fenced(room(8), HERE.instance),
         lambda quarantine: quarantine.drained(room(7), Instance("prefill-here", 2)),
         lambda quarantine: quarantine.process_gone(ProcessProof("host-a", 10, 2)),
     ],

@@ -25,7 +25,7 @@ from pd_common.handoff.receiver import KVReceiver
 from pd_common.handoff.sender import KVSender
 from pd_common.handoff.state import Progress
 from pd_common.transport.base import WriteReceipt
-from tests.handoff.memory import GatedChannel, MemoryPool, make_destination, make_offer, room
+from tests.handoff.memory import GatedChannel, MemoryPool, make_destination, make_offer, owned, room
 
 ITEM_LENS = (48, 16, 80)
 PAGES = 40
@@ -49,9 +49,9 @@ class Pair:
         self.target = MemoryPool(ITEM_LENS, PAGES, page_size)
         self.source_rows, self.rows = MetadataBuffers(1), MetadataBuffers(2)
         self.channel = GatedChannel()
-        slot, self.source_slot = self.rows.alloc(), self.source_rows.alloc()
-        assert slot is not None
-        assert self.source_slot is not None
+        self.source_rows.free(owned(self.source_rows))
+        slot, self.source_slot = owned(self.rows), owned(self.source_rows)
+        assert slot.generation != self.source_slot.generation
         count = pages_to_transfer(prompt, prefix, page_size)
         shuffled = np.random.default_rng(0).permutation(PAGES)[:count]
         self.offer = make_offer(shuffled.tolist(), prompt, slot=slot, decode_prefix_len=prefix)
@@ -239,31 +239,55 @@ async def test_a_failed_write_fails_everything_after_it() -> None:
     assert pair.sender.quiet
 
 
+class SlowHash:
+    """Holds every digest update, in its thread, until `go_on` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on, self.reading = threading.Event(), threading.Event()
+        real_update = PageDigest.update
+
+        def update(digest: PageDigest, pages: Int64s) -> None:
+            self.reading.set()
+            self.go_on.wait()
+            real_update(digest, pages)
+
+        monkeypatch.setattr(PageDigest, "update", update)
+
+
 @pytest.mark.parametrize("fault", [None, TransferFailed("link down")])
 async def test_hashing_reads_the_pages_too(monkeypatch: pytest.MonkeyPatch, fault: TransferFailed | None) -> None:
     """The source pages must not be released while the digest is still being made (I3), even if the write has ended."""
-    go_on, reading = threading.Event(), threading.Event()
-    real_update = PageDigest.update
-
-    def slow_update(self: PageDigest, pages: Int64s) -> None:
-        reading.set()
-        go_on.wait()
-        real_update(self, pages)
-
-    monkeypatch.setattr(PageDigest, "update", slow_update)
+    slow = SlowHash(monkeypatch)
     pair = Pair(12)
     pair.channel.fault = fault
     send = pair.send(4)
-    await asyncio.to_thread(reading.wait)
-    assert len(pair.channel.writes) == 1
+    await asyncio.to_thread(slow.reading.wait)
     abort = asyncio.ensure_future(pair.sender.abort())
-    await asyncio.sleep(0)
-    assert not pair.sender.quiet
-    assert not abort.done()
-    go_on.set()
+    try:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(pair.channel.writes) == 1
+        assert not pair.sender.quiet
+        assert not abort.done()
+    finally:
+        slow.go_on.set()
     await abort
     assert pair.sender.quiet
     await settled(send)
+
+
+async def test_abort_while_the_last_pages_are_hashed_posts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowHash(monkeypatch)
+    pair = Pair(12)
+    finish = pair.finish()
+    await asyncio.to_thread(slow.reading.wait)
+    abort = asyncio.ensure_future(pair.sender.abort())
+    await asyncio.sleep(0)
+    slow.go_on.set()
+    await abort
+    with pytest.raises(RoomAborted):
+        await finish
+    assert pair.channel.writes == []
 
 
 async def test_without_a_digest_on_either_side_none_travels() -> None:

@@ -7,6 +7,7 @@ import pytest
 from pd_common.errors import (
     AllocationConflict,
     InternalError,
+    InvalidRequest,
     PdError,
     PeerLost,
     RoomAborted,
@@ -79,6 +80,25 @@ def test_an_unknown_room_is_left_alone() -> None:
     assert table.changes_since(0) == []
 
 
+def test_a_room_with_half_of_what_it_needs_cannot_be_moved_on() -> None:
+    table = TransferTable(Role.PREFILL, 30.0, 100)
+    table.join_offer(room(1), make_offer([0], 4), deadline_s=60.0, now=0.0)
+    for state in (S.WAITING_FOR_INPUT, S.TRANSFERRING, S.SUCCESS):
+        with pytest.raises(InvalidRequest):
+            table.advance(room(1), state, 1.0)
+    assert table.get(room(1)).state is S.BOOTSTRAPPING
+
+
+def test_a_room_that_was_forgotten_and_comes_again_is_heard_from_the_start() -> None:
+    table = decode_table()
+    opened(table, 1)
+    assert table.heard(room(1), PREFILL, 5)
+    table.fail(room(1), RoomAborted("x"), 0.0)
+    assert table.sweep(30.0) == [1]
+    opened(table, 1)
+    assert table.heard(room(1), PREFILL, 1)
+
+
 def test_failing_needs_a_reason() -> None:
     table = decode_table()
     opened(table, 1)
@@ -114,6 +134,22 @@ def test_another_receiver_cannot_take_a_room_over() -> None:
         with pytest.raises(AllocationConflict):
             table.join_offer(room(1), make_offer([0], 4, receiver=receiver), deadline_s=60.0, now=0.0)
     assert table.get(room(1)).peer == DECODE
+
+
+@pytest.mark.parametrize(("request_s", "offer_s"), [(20.0, 15.0), (15.0, 20.0)])
+@pytest.mark.parametrize("request_first", [True, False])
+def test_the_earlier_deadline_of_both_legs_counts(request_s: float, offer_s: float, request_first: bool) -> None:
+    table = TransferTable(Role.PREFILL, 30.0, 100)
+    legs: list[Callable[[], Transfer]] = [
+        lambda: table.join_request(room(1), rid="r", prompt_digest=b"prompt", deadline_s=request_s, now=0.0),
+        lambda: table.join_offer(room(1), make_offer([0], 4), deadline_s=offer_s, now=0.0),
+    ]
+    for join in legs if request_first else reversed(legs):
+        join()
+    assert table.get(room(1)).state is S.WAITING_FOR_INPUT
+    assert table.next_deadline() == 15.0
+    assert table.expire(14.9) == []
+    assert rooms(table.expire(15.0)) == [1]
 
 
 def test_deadlines_come_in_order_and_finished_rooms_have_none() -> None:

@@ -163,7 +163,8 @@ class World:
         self.quarantine.drained(_room(args), replace(self.prefill, epoch=epoch))
 
     async def decode_fenced(self, _: Args) -> None:
-        self.quarantine.peer_fenced(self.prefill)
+        for held in self.quarantine.held:
+            self.quarantine.fenced(held.room, self.prefill)
 
     async def decode_gone(self, _: Args) -> None:
         self.quarantine.process_gone(PREFILL_PROCESS)
