@@ -1,6 +1,7 @@
 """Tiny random models of several families as Hugging Face directories, each made once per test process.
 
-Weights are wide (initializer_range) and embeddings untied, so that greedy answers vary and one wrong KV row changes them.
+Weights are wide (initializer_range) and embeddings untied, so that greedy answers vary and one wrong KV row
+changes them.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ OTHER_SEAMS = ("gemma2", "gpt_oss")
 
 @cache
 def tiny_model(family: str = "llama") -> Path:
-    """Directory of a model with tokenizer and chat template; its folder's name, so the served model's, is `tiny-<family>`."""
+    """Directory of a model with tokenizer and chat template; its name, so the served model's, is `tiny-<family>`."""
     directory = _scratch() / f"tiny-{family}"
     save_tiny_model(family, directory)
     return directory

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
-from pd_common.errors import InternalError
+from pd_common.errors import InternalError, InvalidRequest
 from pd_common.kv.pool import LayerSpec
 
 ATTENTION_NAME = "pd_paged"
@@ -24,8 +24,8 @@ ATTENTION_NAME = "pd_paged"
 class AttentionCall:
     """What one layer asks for T flattened tokens.
 
-    Query is `[1, q_heads, T, k_dim]`, key `[1, kv_heads, T, k_dim]`, value `[1, kv_heads, T, v_dim]`. Key `j` is visible to token `i` iff `i - window < j <= i`. `sinks` is one
-    extra score per query head, `[q_heads]`.
+    Query is `[1, q_heads, T, k_dim]`, key `[1, kv_heads, T, k_dim]`, value `[1, kv_heads, T, v_dim]`.
+    Key `j` is visible to token `i` iff `i - window < j <= i`. `sinks` is one extra score per query head, `[q_heads]`.
     """
 
     layer_id: int
@@ -74,6 +74,10 @@ def pd_paged(
     """The signature that transformers calls; the mask is always None, because no mask function has this name."""
     if attention_mask is not None:
         raise InternalError("pd_paged makes its own masks, but the model passed one")
+    if not getattr(module, "is_causal", True):
+        raise InvalidRequest(
+            "the model's attention looks ahead, so it cannot answer token by token; take a causal model"
+        )
     call = AttentionCall(
         layer_id=int(module.layer_idx),  # type: ignore[arg-type]
         query=query,

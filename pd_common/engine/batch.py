@@ -42,8 +42,8 @@ class Rows:
 class Draw:
     """How one token is to be chosen.
 
-    `position` is its place in the whole sequence, `generated` the answer's length before it. `top_logprobs` is None when no
-    log-probability is wanted.
+    `position` is its place in the whole sequence, `generated` the answer's length before it. `top_logprobs` is None
+    when no log-probability is wanted.
     """
 
     sampling: SamplingParams

@@ -22,8 +22,8 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 class Detokenizer:
     """Decodes a window: the tokens of the last finished piece (for context) and the tokens since.
 
-    `_shown` characters of the window's text are out already. A replacement character at the end may be the first bytes of
-    a character, so it is held back until more tokens decide.
+    `_shown` characters of the window's text are out already. A replacement character at the end may be the first bytes
+    of a character, so it is held back until more tokens decide.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
@@ -32,10 +32,7 @@ class Detokenizer:
         self._context = 0
         self._text = ""
         self._shown = 0
-        context = list(prompt[-CONTEXT_TOKENS:])
-        if decode(context).endswith(_INCOMPLETE):
-            context = []
-        self._restart(context)
+        self._restart(_context(decode, prompt))
 
     def add(self, token_id: int) -> str:
         """The text that is final now and was not before; often empty."""
@@ -80,3 +77,12 @@ class Detokenizer:
         self._context = len(context)
         self._text = self._decode(context) if context else ""
         self._shown = len(self._text)
+
+
+def _context(decode: Decode, prompt: Sequence[int]) -> list[int]:
+    """The end of the prompt; not from the middle of a character on, where that would spoil its decoding."""
+    for length in range(min(CONTEXT_TOKENS, len(prompt)), 0, -1):
+        context = list(prompt[-length:])
+        if not decode(context).endswith(_INCOMPLETE):
+            return context
+    return []

@@ -18,9 +18,9 @@ from pd_common.engine.output import AnswerBuilder
 from pd_common.engine.request import Limits, validate_request
 from pd_common.engine.runner import ModelRunner
 from pd_common.engine.sampler import SampledToken, Sampler
-from pd_common.engine.tokenizer import ChatMessage, Tokenizer
+from pd_common.engine.tokenizer import Tokenizer
 from pd_common.errors import InvalidRequest
-from pd_common.generation import GenerationRequest, ModelInfo
+from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo
 from pd_common.kv.pages import PageAllocator
 from pd_common.kv.pool import KVPool
 from pd_common.types import KvLayout

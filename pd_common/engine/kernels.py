@@ -16,8 +16,8 @@ def attend_chunk(
 ) -> torch.Tensor:
     """Several tokens of one sequence: query `[q_heads, n, k_dim]`, key and value `[L, kv_heads, dim]`.
 
-    The mask `[n, L]` is added to the scores. Without a mask the n tokens are the sequence from its start on, so it is causal.
-    Returns `[n, q_heads, v_dim]`.
+    The mask `[n, L]` is added to the scores. Without a mask the n tokens are the sequence from its start on, so it is
+    causal. Returns `[n, q_heads, v_dim]`.
     """
     queries, keys, values = query[None], _heads_first(key), _heads_first(value)
     if call.softcap is None and call.sinks is None:
@@ -39,8 +39,8 @@ def attend_tokens(
 ) -> torch.Tensor:
     """One token each of b sequences: query `[b, q_heads, k_dim]`, key and value `[b, L, kv_heads, dim]`.
 
-    The mask `[b, L]` is added to the scores. The query heads that share a kv head are packed into the query length: faster than repeating keys.
-    Returns `[b, q_heads, v_dim]`.
+    The mask `[b, L]` is added to the scores. The query heads that share a kv head are packed into the query
+    length: faster than repeating keys. Returns `[b, q_heads, v_dim]`.
     """
     batch, q_heads, k_dim = query.shape
     kv_heads = key.shape[2]
@@ -57,7 +57,7 @@ def attend_tokens(
 
 
 def causal_mask(queries: range, keys: range, window: int | None, like: torch.Tensor) -> torch.Tensor:
-    """Mask `[n, L]` to be added: 0 where query `i` sees key `j`, `i - window < j <= i`, else -inf; typed like `like`."""
+    """Mask `[n, L]` to be added: 0 where query `i` sees key `j`, `i - window < j <= i`, else -inf; of `like`'s type."""
     i = torch.arange(queries.start, queries.stop, device=like.device)[:, None]
     j = torch.arange(keys.start, keys.stop, device=like.device)[None, :]
     hidden = j > i if window is None else (j > i) | (j <= i - window)

@@ -80,6 +80,8 @@ def _check_supported(directory: Path, config: Any) -> None:
             directory, f"transformers' {model_type} does not let its attention be replaced; take another model"
         )
     text = config.get_text_config()
+    if getattr(text, "max_position_embeddings", None) is None:
+        raise _refused(directory, "its config.json does not say how long a context may be (max_position_embeddings)")
     if getattr(text, "attention_chunk_size", None) is not None:
         raise _refused(directory, f"{model_type} attends in chunks, which is not supported")
     if rope := _BATCH_DEPENDENT_ROPE & set(_rope_types(getattr(text, "rope_parameters", None))):

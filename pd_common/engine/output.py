@@ -86,31 +86,35 @@ class _StoppableText:
         self._held = ""
 
     def add(self, token_id: int, *, may_stop: bool) -> tuple[str, str | None]:
-        """New text that may be shown, and the stop string that ends it; `may_stop` is False below `min_new_tokens`."""
+        """New text that may be shown, and the stop string that ends it; one that is complete too early is only text."""
         self._held += self._detokenizer.add(token_id)
-        return self._release() if may_stop else self._all()
+        stopped_by = self._cut() if may_stop else None
+        return self._release(0 if stopped_by else self._possible_stop()), stopped_by
 
     def finish(self) -> tuple[str, str | None]:
-        """The remainder."""
+        """The remainder, and the stop string that ends it."""
         self._held += self._detokenizer.flush()
-        text, stopped_by = self._release()
-        return text + self._all()[0], stopped_by
+        stopped_by = self._cut()
+        return self._release(0), stopped_by
 
-    def _release(self) -> tuple[str, str | None]:
+    def _cut(self) -> str | None:
+        """Drops the text from a stop string on, and says which it was."""
         found = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if found:
-            # The first to be complete, and of several that end together the longest: however tokens cut the text.
-            _, at, stopped_by = min(found)
-            text, self._held = self._held[:at], ""
-            return text, stopped_by
-        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        if not found:
+            return None
+        # The first to be complete, and of several that end together the longest: however tokens cut the text.
+        _, at, stop = min(found)
+        self._held = self._held[:at]
+        return stop
+
+    def _possible_stop(self) -> int:
+        """Characters at the end that could be the beginning of a stop string."""
+        return max((_overlap(self._held, stop) for stop in self._stop), default=0)
+
+    def _release(self, keep: int) -> str:
         split = len(self._held) - keep
         text, self._held = self._held[:split], self._held[split:]
-        return text, None
-
-    def _all(self) -> tuple[str, None]:
-        text, self._held = self._held, ""
-        return text, None
+        return text
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -22,7 +22,7 @@ BUCKET_SHORTEST_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Tokens of one sequence in the pool, read in place when its pages are consecutive (`gather` is None), else gathered.
+    """Tokens of one sequence in the pool: read in place when its pages are consecutive, else gathered by page.
 
     `first` counts tokens from the pool's start, or from the first gathered page on.
     """
@@ -56,7 +56,7 @@ class _Token:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Decode tokens of b sequences of similar length with scattered pages: table `[b * m]`, mask `[b, m * page_size]`."""
+    """Decode tokens of b sequences of similar length, pages scattered: table `[b * m]`, mask `[b, m * page_size]`."""
 
     rows: torch.Tensor
     table: torch.Tensor

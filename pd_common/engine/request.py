@@ -78,8 +78,10 @@ class Sequence:
         return max(-(-end // page_size) - len(self.pages), 0)
 
 
-def validate_request(request: GenerationRequest, limits: Limits) -> None:
+def validate_request(request: GenerationRequest, limits: Limits, *, holds_answer: bool = True) -> None:
     """Raises when this engine could not serve the request correctly; the texts are the same on every path.
+
+    `holds_answer` is False for an engine whose pool takes the prompt only.
 
     Raises:
         PromptEmpty: no token in the prompt.
@@ -91,7 +93,7 @@ def validate_request(request: GenerationRequest, limits: Limits) -> None:
         raise PromptEmpty("the prompt has no token")
     _check_identity(request)
     _check_sampling(request.sampling, limits)
-    _check_length(len(request.prompt), request.sampling.max_new_tokens, limits)
+    _check_length(len(request.prompt), request.sampling.max_new_tokens, limits, holds_answer)
     _check_token_ids("prompt", request.prompt, limits.vocab_size)
     _check_token_ids("stop_token_ids", request.sampling.stop_token_ids, limits.vocab_size)
     _check_range("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
@@ -129,15 +131,19 @@ def _check_stop(stop: tuple[str, ...], limits: Limits) -> None:
         raise InvalidRequest("stop strings need a tokenizer and this model has none; use stop_token_ids", field="stop")
 
 
-def _check_length(prompt_tokens: int, max_new_tokens: int, limits: Limits) -> None:
+def _check_length(prompt_tokens: int, max_new_tokens: int, limits: Limits, holds_answer: bool) -> None:
     if prompt_tokens > limits.context_length:
         raise PromptTooLong(
             f"the prompt has {prompt_tokens} tokens, the model's context {limits.context_length}",
             prompt_tokens=prompt_tokens,
             context_length=limits.context_length,
         )
-    for name, room in (("model's context", limits.context_length), ("KV pool", limits.pool_tokens)):
-        if prompt_tokens + max_new_tokens > room:
+    answer_held = max_new_tokens if holds_answer else 0
+    for name, room, tokens in (
+        ("model's context", limits.context_length, prompt_tokens + max_new_tokens),
+        ("KV pool", limits.pool_tokens, prompt_tokens + answer_held),
+    ):
+        if tokens > room:
             raise PromptTooLong(
                 f"prompt and answer may take {prompt_tokens} + {max_new_tokens} tokens, the {name} has room for {room}",
                 prompt_tokens=prompt_tokens,

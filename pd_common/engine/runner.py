@@ -120,11 +120,23 @@ class ModelRunner:
 def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
     disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, local_files_only=True, use_safetensors=True, dtype=dtype, attn_implementation=ATTENTION_NAME
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            local_files_only=True,
+            use_safetensors=True,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise InvalidRequest(f"cannot load the weights in {directory}: {error}", directory=directory) from error
+    if missing := sorted(report["missing_keys"]):
+        # They would be random numbers.
+        raise InvalidRequest(
+            f"the weights in {directory} lack {missing[0]} (and {len(missing) - 1} more); fetch the whole model",
+            directory=directory,
+            missing=len(missing),
+        )
     return model.eval().to(device)
 
 

@@ -79,7 +79,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Inverts each row's cumulative distribution; in vocabulary order, so that rounding cannot swap near-equal tokens."""
+    """Inverts each row's cumulative distribution; in vocabulary order, so rounding cannot swap near-equal tokens."""
     temperatures = _column([max(draw.sampling.temperature, LOWEST_TEMPERATURE) for draw in draws], logits)
     scaled = (logits.float() - logits.float().amax(dim=-1, keepdim=True)) / temperatures
     if any(draw.sampling.top_k or draw.sampling.top_p < 1 for draw in draws):

@@ -5,7 +5,8 @@ Knows no request; incremental decoding is in detokenizer.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from pd_common.errors import InvalidRequest
-
-ChatMessage = Mapping[str, str]
-"""One turn: `role` and `content`."""
-
+from pd_common.generation import ChatMessage
 
 class Tokenizer:
     """A directory's tokenizer and chat template."""
@@ -50,7 +48,7 @@ class Tokenizer:
             raise InvalidRequest("this model has no chat template; send a prompt instead of messages")
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [asdict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
         except (TemplateError, TypeError) as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}") from error

@@ -55,8 +55,7 @@ class KVPool:
             for layer in layers
             for kind, dim in ((BufferKind.KEY, layer.k_dim), (BufferKind.VALUE, layer.v_dim))
         )
-        lengths = [_whole_os_pages(num_pages * buffer.item_len_bytes) for buffer in self.buffers]
-        offsets = [0, *accumulate(lengths)]
+        offsets = [0, *accumulate(num_pages * buffer.item_len_bytes for buffer in self.buffers)]
         self._backing = _zeros(offsets[-1], device)
         self._offsets = offsets[:-1]
         self._pages = {layer.layer_id: self._views(index, layer) for index, layer in enumerate(layers)}
@@ -97,10 +96,6 @@ class KVPool:
         start = self._offsets[buffer_index]
         length = self.num_pages * self.buffers[buffer_index].item_len_bytes
         return self._backing[start : start + length].view(self.dtype).view(shape)
-
-
-def _whole_os_pages(length: int) -> int:
-    return -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _zeros(length: int, device: torch.device) -> torch.Tensor:

@@ -90,11 +90,13 @@ class DecodeScheduler:
             pieces.append(piece)
             if piece.is_last:
                 self._answers.remove(answer)
-                answer.finished.set_result(None)
+                if not answer.finished.cancelled():  # its room may have been stopped in this very step
+                    answer.finished.set_result(None)
         return pieces
 
     def _fail(self, answers: tuple[Answer, ...], error: InternalError) -> None:
         for answer in answers:
             if answer in self._answers:
                 self._answers.remove(answer)
-                answer.finished.set_exception(error)
+                if not answer.finished.cancelled():
+                    answer.finished.set_exception(error)

@@ -319,6 +319,6 @@ class PrefillService:
 
     def _validated_leg(self, request: GenerationRequest) -> GenerationRequest:
         """Prefill's own leg: one token, whatever the client wants of the answer."""
-        validate_request(request, self._engine.limits)
+        validate_request(request, self._engine.limits, holds_answer=False)
         sampling = replace(request.sampling, max_new_tokens=1)
         return replace(request, sampling=sampling)

@@ -143,6 +143,11 @@ def test_stop_strings_do_not_count_below_min_new_tokens() -> None:
     assert text_of(pieces) == "abcdef"
 
 
+def test_a_stop_string_that_ends_with_the_last_required_token_counts() -> None:
+    pieces = answer(make_request(PROMPT, 50, min_new_tokens=3, stop=("bc",)), encode("abcdef"))
+    assert (text_of(pieces), len(pieces)) == ("a", 3)
+
+
 def test_logprobs_travel_with_their_token() -> None:
     builder = AnswerBuilder(make_request(PROMPT), frozenset(), decode)
     logprob = TokenLogprob(encode("a")[0], -0.5)

@@ -16,7 +16,7 @@ TEXTS = (
     "to be or not to be",
     "  two leading, two trailing  ",
     "Grüße aus Köln, naïve café",
-    "你好，世界。再见！",
+    "你好、世界。再见",
     "👍🏽 thumbs and a family 👨‍👩‍👧‍👦, flags 🇩🇪🇯🇵",
     "العربية עברית हिन्दी ไทย",
     "line\n\n\tindented ",
@@ -26,13 +26,22 @@ TEXTS = (
 
 @cache
 def byte_level() -> Tokenizer:
-    return byte_level_tokenizer().backend_tokenizer
+    tokenizer: Tokenizer = byte_level_tokenizer().backend_tokenizer
+    return tokenizer
 
 
 @cache
 def sentencepiece_like() -> Tokenizer:
     """As Llama 2's: spaces are a visible mark, unknown characters fall back to bytes, the first space is not shown."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz,", "▁t", "▁to", "be"]
+    pieces = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyz,",
+        "▁t",
+        "▁to",
+        "be",
+    ]
     tokenizer = Tokenizer(
         models.BPE(
             vocab={piece: index for index, piece in enumerate(pieces)},
@@ -157,5 +166,3 @@ def test_the_cost_of_a_token_does_not_grow(what: str) -> None:
     for token_id in ids:
         detokenizer.add(token_id)
     assert longest <= CONTEXT_TOKENS + 2 * MAX_HELD_TOKENS
-
-

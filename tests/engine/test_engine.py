@@ -13,6 +13,7 @@ import pytest
 from pd_common.engine.batch import Batch, BatchItem
 from pd_common.engine.request import Sequence
 from pd_common.errors import InvalidRequest
+from pd_common.generation import ChatMessage
 from pd_common.generation import ModelInfo
 from pd_common.types import BufferKind
 from tests.engine.conftest import LoadEngine, load_directory
@@ -64,13 +65,13 @@ def test_text_to_tokens_and_back(load_engine: LoadEngine) -> None:
 
 def test_chat_template(load_engine: LoadEngine) -> None:
     engine = load_engine()
-    tokens = engine.apply_chat_template([{"role": "user", "content": "hello"}])
+    tokens = engine.apply_chat_template([ChatMessage("user", "hello")])
     assert tokens == engine.tokenize("<user>hello\n<assistant>")
 
 
 def test_what_a_chat_template_refuses_is_an_invalid_request(load_engine: LoadEngine) -> None:
     with pytest.raises(InvalidRequest, match="unknown role"):
-        load_engine().apply_chat_template([{"role": "wizard", "content": "hello"}])
+        load_engine().apply_chat_template([ChatMessage("wizard", "hello")])
 
 
 async def test_a_model_without_tokenizer_is_served_by_token_ids(tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ async def test_a_model_without_tokenizer_is_served_by_token_ids(tmp_path: Path) 
     with pytest.raises(InvalidRequest, match="token ids"):
         engine.tokenize("text")
     with pytest.raises(InvalidRequest, match="token ids"):
-        engine.apply_chat_template([{"role": "user", "content": "hello"}])
+        engine.apply_chat_template([ChatMessage("user", "hello")])
     with pytest.raises(InvalidRequest, match="stop_token_ids"):
         engine.validate(make_request([1], stop=("x",)))
     (job,) = await generate_alone(engine, [make_request([1, 2, 3], 4)])
@@ -94,7 +95,7 @@ async def test_a_model_without_chat_template(tmp_path: Path) -> None:
     engine = load_directory(directory)
     assert not engine.model_info.has_chat_template
     with pytest.raises(InvalidRequest, match="no chat template"):
-        engine.apply_chat_template([{"role": "user", "content": "hello"}])
+        engine.apply_chat_template([ChatMessage("user", "hello")])
     await engine.close()
 
 

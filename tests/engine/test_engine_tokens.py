@@ -23,7 +23,7 @@ from tests.engine.loop import (
     step,
 )
 from tests.engine.oracle import Oracle
-from tests.tiny_models import FAMILIES, OTHER_SEAMS, VOCAB_SIZE, tiny_model
+from tests.tiny_models import FAMILIES, OTHER_SEAMS, VOCAB_SIZE, WINDOW, tiny_model
 
 LoadOracle = Callable[[str], Oracle]
 PLACES = (consecutive, scattered)
@@ -46,7 +46,7 @@ def fill(engine: Engine, number: float) -> None:
 async def test_mixed_batches_of_chunks_and_decode_tokens(
     family: str, page_size: int, place: Place, load_engine: LoadEngine, oracle: LoadOracle
 ) -> None:
-    """A chunk budget that divides no prompt mixes the end of one, the start of the next and the decode tokens of others."""
+    """A chunk budget that divides no prompt: the end of one, the start of the next and others' decode tokens mix."""
     engine = load_engine(family, page_size)
     fill(engine, float("nan"))
     prompts = prompts_around(page_size)
@@ -74,6 +74,18 @@ async def test_chunk_size_changes_nothing(chunk_tokens: int, load_engine: LoadEn
         (job,) = await generate_alone(load_engine(family), [make_request(prompt)], chunk_tokens)
 
         assert job.token_ids == oracle(family).tokens(prompt)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, WINDOW, 1000])
+async def test_prompts_that_just_fill_a_window(chunk_tokens: int, load_engine: LoadEngine, oracle: LoadOracle) -> None:
+    prompts = [random_prompt(WINDOW + more, seed=6, vocab_size=VOCAB_SIZE) for more in (-1, 0, 1, 2)]
+    for prompt in prompts:
+        (job,) = await generate_alone(load_engine("mistral"), [make_request(prompt, top_logprobs=0)], chunk_tokens)
+
+        assert job.token_ids == oracle("mistral").tokens(prompt)
+        truth = oracle("mistral").logprobs(prompt).amax(dim=-1).tolist()
+        # One key too many or too few may leave the likeliest token in place, but not its log-probability.
+        assert [token.logprob and token.logprob.logprob for token in job.sampled] == pytest.approx(truth, abs=1e-4)
 
 
 async def test_scattered_sequences_of_very_different_length(load_engine: LoadEngine, oracle: LoadOracle) -> None:
@@ -188,7 +200,7 @@ async def test_a_seeded_answer_is_the_same_alone_in_a_batch_and_after_a_handoff(
     prompt = random_prompt(33, seed=1, vocab_size=VOCAB_SIZE)
     request = make_request(prompt, temperature=1.0, seed=42)
     (alone,) = await generate_alone(first, [request])
-    others = [make_request(random_prompt(length, 1, VOCAB_SIZE), temperature=0.7) for length in (50, 3)]
+    others = [make_request(random_prompt(length, 1, VOCAB_SIZE), temperature=0.7, seed=length) for length in (50, 3)]
     batched = (await generate_alone(first, [others[0], request, others[1]], chunk_tokens=11, place=scattered))[1]
 
     leg = admit(first, request)
@@ -208,7 +220,7 @@ async def test_a_seeded_answer_is_the_same_alone_in_a_batch_and_after_a_handoff(
 
 
 async def test_a_pair_equals_one_engine_in_bfloat16() -> None:
-    """Against other kernels bfloat16 may differ by rounding; a pair with the same chunks may not differ from one engine."""
+    """Other kernels may round bfloat16 differently; a pair with the same chunks may not differ from one engine."""
     one, two = (load_directory(tiny_model("qwen3"), dtype="bfloat16") for _ in range(2))
     assert one.pool.dtype == torch.bfloat16
     prompt = random_prompt(50, seed=7, vocab_size=VOCAB_SIZE)

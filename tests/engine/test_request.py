@@ -8,6 +8,7 @@ import pytest
 from pd_common.engine.request import Limits, Sequence, validate_request
 from pd_common.errors import InvalidRequest, PromptEmpty, PromptTooLong
 from pd_common.generation import GenerationRequest
+from pd_common.types import BootstrapRoom
 from tests.engine.loop import make_request
 
 LIMITS = Limits(context_length=64, pool_tokens=48, vocab_size=100)
@@ -21,8 +22,8 @@ def with_sampling(**changes: Any) -> GenerationRequest:
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
-        (replace(VALID, room=0), "bootstrap_room"),
-        (replace(VALID, room=2**64), "bootstrap_room"),
+        (replace(VALID, room=BootstrapRoom(0)), "bootstrap_room"),
+        (replace(VALID, room=BootstrapRoom(2**64)), "bootstrap_room"),
         (replace(VALID, timeout_s=0), "timeout_s"),
         (replace(VALID, timeout_s=float("inf")), "timeout_s"),
         (replace(VALID, top_logprobs=21), "top_logprobs"),
@@ -57,7 +58,7 @@ def test_a_field_out_of_range_is_named(request_: GenerationRequest, field: str) 
     "request_",
     [
         VALID,
-        replace(VALID, room=2**64 - 1, top_logprobs=20),
+        replace(VALID, room=BootstrapRoom(2**64 - 1), top_logprobs=20),
         with_sampling(temperature=0.0, top_p=1.0, top_k=0),
         with_sampling(min_new_tokens=8, seed=-(2**63), stop=("x",) * 16, stop_token_ids=(99,)),
         make_request([1] * 40, max_new_tokens=8),

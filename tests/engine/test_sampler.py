@@ -117,7 +117,9 @@ def test_bans_do_not_touch_the_neighbours_or_the_logprobs() -> None:
     truth = LOGITS.log_softmax(-1)
     assert tokens[0].logprob is not None
     assert tokens[0].logprob.logprob == pytest.approx(truth[4].item())
-    assert tokens[0].logprob.top == ((3, pytest.approx(truth[3].item())),)
+    ((likeliest, logprob),) = tokens[0].logprob.top
+    assert likeliest == 3
+    assert logprob == pytest.approx(truth[3].item())
     assert torch.equal(logits, LOGITS.repeat(2, 1))
 
 
@@ -129,9 +131,7 @@ def test_logprobs_are_of_the_model_not_of_the_rules() -> None:
 
 
 def test_only_who_asks_gets_logprobs() -> None:
-    tokens = Sampler(frozenset()).sample(
-        LOGITS.repeat(3, 1), [draw(top_logprobs=1), draw(), draw(top_logprobs=20)]
-    )
+    tokens = Sampler(frozenset()).sample(LOGITS.repeat(3, 1), [draw(top_logprobs=1), draw(), draw(top_logprobs=20)])
     assert [None if token.logprob is None else len(token.logprob.top) for token in tokens] == [1, None, 6]
 
 
