@@ -46,9 +46,7 @@ class RoomTask:
         try:
             await work
         except asyncio.CancelledError:
-            error = self._reason
-            if error is None:
-                raise
+            error = self._reason or InternalError("what the room was waiting for was cancelled")
         except PdError as raised:
             error = raised
         except Exception as defect:  # noqa: BLE001  a defect in one room ends this room, not the process

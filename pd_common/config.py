@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -63,6 +64,7 @@ class ListenConfig:
 
         """
         host = self.advertise_host or (self.host if not _is_wildcard(self.host) else _own_address())
+        host = host.strip("[]")
         if _is_wildcard(host):
             raise InvalidRequest(f"{host} cannot be advertised: give --advertise-host", field="advertise_host")
         return f"[{host}]:{bound_port}" if ":" in host else f"{host}:{bound_port}"
@@ -90,6 +92,9 @@ def pick(cls: type[_C], options: Mapping[str, Any]) -> _C:
     return cls(**{field.name: options[field.name] for field in fields(cls)})
 
 
+_HOST_PORT = re.compile(r"(?:\[(?P<ipv6>[^\[\]\s]+)\]|(?P<name>[^:\[\]\s]+)):(?P<port>[0-9]{1,5})")
+
+
 class _Address(click.ParamType[BootstrapAddress]):
     """HOST:PORT; an IPv6 host stands in brackets."""
 
@@ -98,10 +103,10 @@ class _Address(click.ParamType[BootstrapAddress]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> BootstrapAddress:
         if isinstance(value, BootstrapAddress):
             return value
-        host, colon, port = str(value).rpartition(":")
-        if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
-            self.fail(f"{value!r} is not HOST:PORT", param, ctx)
-        return BootstrapAddress(host.strip("[]"), int(port))
+        parts = _HOST_PORT.fullmatch(str(value))
+        if parts is None or not 0 < int(parts["port"]) < 65536:
+            self.fail(f"{value!r} is not HOST:PORT (an IPv6 host stands in brackets)", param, ctx)
+        return BootstrapAddress(parts["ipv6"] or parts["name"], int(parts["port"]))
 
 
 ADDRESS = _Address()
@@ -118,7 +123,8 @@ def model_options(command: _F) -> _F:
         click.option("--dtype", default="auto", help="Type of weights and KV: auto, float32, bfloat16, float16."),
         click.option("--device", default="auto", help="Where to compute: auto, cpu, cuda, cuda:1 ..."),
         click.option(
-            "--threads", type=click.IntRange(min=1), help="CPU threads of one engine step.  [default: PyTorch's choice]",
+            "--threads", type=click.IntRange(min=1),
+            help="CPU threads of one engine step.  [default: PyTorch's choice]",
         ),
         click.option(
             "--page-size", default=16, type=click.IntRange(1, 65536),
@@ -182,11 +188,12 @@ def room_options(command: _F) -> _F:
     return _apply(
         command,
         click.option(
-            "--drain-timeout", "drain_timeout_s", default=30.0, type=click.FloatRange(min=0),
+            "--drain-timeout", "drain_timeout_s", default=30.0, type=click.FloatRange(min=0), envvar="PD_DRAIN_TIMEOUT",
             help="Seconds that running requests get to end after SIGTERM.",
         ),
         click.option(
             "--room-retention", "room_retention_s", default=300.0, type=click.FloatRange(min=1),
+            envvar="PD_ROOM_RETENTION",
             help="Seconds for which an ended room can still be inspected, and its number cannot be used again.",
         ),
     )  # fmt: skip

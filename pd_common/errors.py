@@ -43,7 +43,7 @@ class PdError(Exception):
 
     reason: ClassVar[Reason] = Reason.INTERNAL
 
-    def __init__(self, message: str, **metadata: object) -> None:
+    def __init__(self, message: str, /, **metadata: object) -> None:  # any name may come from a peer
         super().__init__(message)
         self.message = message
         self.metadata = {key: str(value) for key, value in metadata.items()}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -57,10 +57,20 @@ class Connection:
         """Cancels running calls."""
         await self.channel.close(grace=None)
 
-    async def call(self, call: Awaitable[_T]) -> _T:
-        """Awaits a call; a failure becomes the PdError that the other side raised, or what its status means."""
+    async def call(self, method: Callable[..., Awaitable[_T]], request: object, **options: Any) -> _T:
+        """One unary call; a failure becomes the PdError that the other side raised, or what its status means."""
         with self.typed_errors():
-            return await call
+            return await method(request, **{"timeout": CALL_TIMEOUT_S, **options})
+
+    async def stream(self, method: Callable[..., Any], request: object) -> AsyncGenerator[Any, None]:
+        """The responses of a server stream; closing the generator ends the call."""
+        with self.typed_errors():
+            call = method(request)
+            try:
+                async for response in call:
+                    yield response
+            finally:
+                call.cancel()
 
     @contextmanager
     def typed_errors(self) -> Iterator[None]:
@@ -83,22 +93,22 @@ class BootstrapClient:
     async def register_rank(self, rank: RankInfo) -> float:
         """Gives the lease in seconds."""
         request = bootstrap_pb2.RegisterRankRequest(rank=convert.rank_to(rank))
-        response = await self._connection.call(self._stub.RegisterRank(request, timeout=CALL_TIMEOUT_S))
+        response = await self._connection.call(self._stub.RegisterRank, request)
         return convert.duration_from(response.lease)
 
     async def renew_lease(self, instance: Instance) -> float:
         """Gives the lease in seconds."""
         request = bootstrap_pb2.RenewLeaseRequest(instance=convert.instance_to(instance))
-        response = await self._connection.call(self._stub.RenewLease(request, timeout=CALL_TIMEOUT_S))
+        response = await self._connection.call(self._stub.RenewLease, request)
         return convert.duration_from(response.lease)
 
     async def unregister_rank(self, instance: Instance) -> None:
         request = bootstrap_pb2.UnregisterRankRequest(instance=convert.instance_to(instance))
-        await self._connection.call(self._stub.UnregisterRank(request, timeout=CALL_TIMEOUT_S))
+        await self._connection.call(self._stub.UnregisterRank, request)
 
     async def get_topology(self) -> tuple[RankInfo, ...]:
         request = bootstrap_pb2.GetTopologyRequest()
-        response = await self._connection.call(self._stub.GetTopology(request, timeout=CALL_TIMEOUT_S))
+        response = await self._connection.call(self._stub.GetTopology, request)
         return tuple(convert.rank_from(rank) for rank in response.ranks)
 
 
@@ -138,7 +148,7 @@ class PeerClient:
             metadata_item_len_bytes=metadata_item_len_bytes,
             metadata_slots=metadata_slots,
         )
-        response = await self._connection.call(self._pages.RegisterReceiver(request, timeout=CALL_TIMEOUT_S))
+        response = await self._connection.call(self._pages.RegisterReceiver, request)
         return convert.process_from(response.process), response.carrier
 
     async def hold_receiver(self, receiver: Instance, sender: Instance) -> AsyncIterator[float]:
@@ -146,8 +156,8 @@ class PeerClient:
         request = page_allocation_pb2.HoldReceiverRequest(
             receiver=convert.instance_to(receiver), sender=convert.instance_to(sender)
         )
-        with self._connection.typed_errors():
-            async for beat in self._pages.HoldReceiver(request):
+        async with aclosing(self._connection.stream(self._pages.HoldReceiver, request)) as beats:
+            async for beat in beats:
                 yield convert.duration_from(beat.interval)
 
     async def allocate_pages(
@@ -164,8 +174,8 @@ class PeerClient:
             prompt_digest=offer.prompt_digest,
             time_left=convert.duration_to(time_left_s),
         )
-        call = self._pages.AllocatePages(request, timeout=CALL_TIMEOUT_S, metadata=spans.carried(parent))
-        return convert.state_from((await self._connection.call(call)).state)
+        response = await self._connection.call(self._pages.AllocatePages, request, metadata=spans.carried(parent))
+        return convert.state_from(response.state)
 
     async def report_transfer(
         self,
@@ -191,7 +201,7 @@ class PeerClient:
             bytes_done=progress.bytes_done,
             failure=to_status(failure) if failure else None,
         )
-        response = await self._connection.call(self._status.ReportTransfer(request, timeout=timeout_s))
+        response = await self._connection.call(self._status.ReportTransfer, request, timeout=timeout_s)
         return convert.state_from(response.state), from_status(response.failure) if response.HasField(
             "failure"
         ) else None
@@ -201,7 +211,7 @@ class PeerClient:
         request = abort_pb2.AbortRoomRequest(
             bootstrap_room=room, message=message, recipient=convert.instance_to(recipient)
         )
-        await self._connection.call(self._abort.AbortRoom(request, timeout=timeout_s))
+        await self._connection.call(self._abort.AbortRoom, request, timeout=timeout_s)
 
 
 class GenerationClient:
@@ -213,8 +223,7 @@ class GenerationClient:
         self._abort: Any = abort_pb2_grpc.AbortStub(connection.channel)
 
     async def get_model(self) -> ModelInfo:
-        call = self._stub.GetModel(generation_pb2.GetModelRequest(), timeout=CALL_TIMEOUT_S)
-        return convert.model_from(await self._connection.call(call))
+        return convert.model_from(await self._connection.call(self._stub.GetModel, generation_pb2.GetModelRequest()))
 
     async def tokenize_text(self, text: str) -> tuple[int, ...]:
         return await self._tokenize(generation_pb2.TokenizeRequest(text=text))
@@ -227,20 +236,19 @@ class GenerationClient:
 
     async def submit(self, request: GenerationRequest, subscriber: str, parent: Context) -> None:
         message = generation_pb2.SubmitRequest(request=convert.request_to(request), subscriber=subscriber)
-        call = self._stub.Submit(message, timeout=CALL_TIMEOUT_S, metadata=spans.carried(parent))
-        await self._connection.call(call)
+        await self._connection.call(self._stub.Submit, message, metadata=spans.carried(parent))
 
     async def stream_outputs(self, subscriber: str) -> AsyncGenerator[tuple[Output, ...], None]:
         """Outputs step by step; the first tuple is empty: the subscription stands."""
         request = generation_pb2.StreamOutputsRequest(subscriber=subscriber)
-        with self._connection.typed_errors():
-            async for response in self._stub.StreamOutputs(request):
+        async with aclosing(self._connection.stream(self._stub.StreamOutputs, request)) as responses:
+            async for response in responses:
                 yield tuple(convert.output_from(output) for output in response.outputs)
 
     async def abort_room(self, room: BootstrapRoom, message: str) -> None:
         request = abort_pb2.AbortRoomRequest(bootstrap_room=room, message=message)
-        await self._connection.call(self._abort.AbortRoom(request, timeout=CALL_TIMEOUT_S))
+        await self._connection.call(self._abort.AbortRoom, request)
 
     async def _tokenize(self, request: generation_pb2.TokenizeRequest) -> tuple[int, ...]:
-        response = await self._connection.call(self._stub.Tokenize(request, timeout=CALL_TIMEOUT_S))
+        response = await self._connection.call(self._stub.Tokenize, request)
         return tuple(response.token_ids)

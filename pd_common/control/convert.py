@@ -9,7 +9,7 @@ from google.protobuf import duration_pb2, timestamp_pb2
 from pd.v1 import bootstrap_pb2, generation_pb2, types_pb2
 
 from pd_common.control.status import from_status, to_status
-from pd_common.errors import InvalidRequest
+from pd_common.errors import InternalError, InvalidRequest
 from pd_common.generation import (
     FinishReason,
     GenerationRequest,
@@ -36,6 +36,7 @@ from pd_common.types import (
 
 DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_TIMEOUT_S = 300.0
+MAX_TIMEOUT_S = 86_400.0
 DEFAULT_BOOTSTRAP_PORT = 8998
 
 _ROLE = {Role.PREFILL: types_pb2.ROLE_PREFILL, Role.DECODE: types_pb2.ROLE_DECODE}
@@ -150,6 +151,8 @@ def rank_from(message: bootstrap_pb2.RankInfo) -> RankInfo:
         raise InvalidRequest("rank.role must be ROLE_PREFILL or ROLE_DECODE", field="rank.role")
     if not message.control_address:
         raise InvalidRequest("rank.control_address must be host:port", field="rank.control_address")
+    if not message.HasField("layout"):
+        raise InvalidRequest("rank.layout is required", field="rank.layout")
     p = message.position
     return RankInfo(
         instance=instance_from(message.instance, "rank.instance"),
@@ -295,18 +298,20 @@ def request_from(message: generation_pb2.GenerateRequest, prompt: Sequence[int])
 
 
 def timeout_from(message: generation_pb2.GenerateRequest) -> float:
-    """Seconds.
+    """Seconds; the default when none is given. Raises as `time_limit_from`."""
+    return time_limit_from(message.timeout, "timeout") if message.HasField("timeout") else DEFAULT_TIMEOUT_S
+
+
+def time_limit_from(message: duration_pb2.Duration, field: str) -> float:
+    """Seconds that something may take.
 
     Raises:
-        InvalidRequest: the timeout is given and not positive.
-
+        InvalidRequest: not positive, or longer than a day.
     """
-    if not message.HasField("timeout"):
-        return DEFAULT_TIMEOUT_S
-    timeout_s = duration_from(message.timeout)
-    if timeout_s <= 0:
-        raise InvalidRequest("timeout must be positive", field="timeout")
-    return timeout_s
+    seconds = duration_from(message)
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise InvalidRequest(f"{field} must be positive and at most {MAX_TIMEOUT_S:.0f} s", field=field)
+    return seconds
 
 
 def output_to(output: Output) -> generation_pb2.Output:
@@ -334,6 +339,9 @@ def output_to(output: Output) -> generation_pb2.Output:
 def output_from(message: generation_pb2.Output) -> Output:
     matched = message.WhichOneof("matched")
     usage = message.usage
+    error = from_status(message.error) if message.HasField("error") else None
+    if message.finish_reason and message.finish_reason not in _FINISH_BACK:
+        error = InternalError(f"an engine ended with finish reason {message.finish_reason}, which is not known here")
     return Output(
         room=BootstrapRoom(message.bootstrap_room),
         token_ids=tuple(message.token_ids),
@@ -344,7 +352,7 @@ def output_from(message: generation_pb2.Output) -> Output:
         usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
         if message.HasField("usage")
         else None,
-        error=from_status(message.error) if message.HasField("error") else None,
+        error=error,
     )
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -32,6 +33,14 @@ def run(main: Callable[[], Coroutine[Any, Any, None]], log_level: str) -> None:
         asyncio.run(main())
     except PdError as error:
         raise click.ClickException(error.message) from error
+
+
+def share_interpreter() -> None:
+    """Lets the data plane's thread run soon after it asks for the interpreter lock.
+
+    With Python's default of 5 ms a busy event loop cuts the rate of small writes to a third.
+    """
+    sys.setswitchinterval(0.0005)
 
 
 def new_instance(role: Role) -> Instance:

@@ -117,10 +117,14 @@ def _check_alike(rank: RankInfo, others: Iterable[RankInfo]) -> None:
                 mine=mine,
                 theirs=theirs,
             )
-        if other.position.ranks != rank.position.ranks:
+        if _grid(other.position) != _grid(rank.position):
             raise LayoutMismatch(
-                f"this rank's grid has {rank.position.ranks} ranks, {other.control_address}'s {other.position.ranks}",
+                f"this rank's grid is {_grid(rank.position)}, that of {other.control_address} {_grid(other.position)}",
                 field="position",
-                mine=rank.position.ranks,
-                theirs=other.position.ranks,
+                mine=_grid(rank.position),
+                theirs=_grid(other.position),
             )
+
+
+def _grid(position: RankPosition) -> str:
+    return f"dp {position.dp_size} x tp {position.tp_size} x pp {position.pp_size}"

@@ -9,7 +9,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -42,6 +42,8 @@ from pd_common.types import BootstrapRoom, Instance
 Call = grpc.aio.ServicerContext[Any, Any]
 
 _PAGE_DEFAULT, _PAGE_MOST = 100, 1000
+_PAGE_TOKEN_MOST = 20
+"""Digits of the largest sequence number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +129,13 @@ class BootstrapServicer(bootstrap_pb2_grpc.BootstrapServicer):
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._changed = asyncio.Condition()
+        self._change = asyncio.Event()
 
     async def RegisterRank(
         self, request: bootstrap_pb2.RegisterRankRequest, context: Call
     ) -> bootstrap_pb2.RegisterRankResponse:
         self._registry.register(convert.rank_from(request.rank), time.monotonic())
-        await self._announce()
+        self._announce()
         return bootstrap_pb2.RegisterRankResponse(lease=convert.duration_to(self._registry.lease_s))
 
     async def RenewLease(
@@ -146,7 +148,7 @@ class BootstrapServicer(bootstrap_pb2_grpc.BootstrapServicer):
         self, request: bootstrap_pb2.UnregisterRankRequest, context: Call
     ) -> bootstrap_pb2.UnregisterRankResponse:
         self._registry.unregister(convert.instance_from(request.instance, "instance"))
-        await self._announce()
+        self._announce()
         return bootstrap_pb2.UnregisterRankResponse()
 
     async def GetTopology(
@@ -160,11 +162,13 @@ class BootstrapServicer(bootstrap_pb2_grpc.BootstrapServicer):
     ) -> AsyncIterator[bootstrap_pb2.WatchTopologyResponse]:
         shown: tuple[object, ...] | None = None
         while True:
+            change = self._change  # taken before the look: what comes while the watcher is being told is not missed
             ranks = self._registry.complete_or_empty(time.monotonic())
             if ranks != shown and (ranks or shown):
                 yield bootstrap_pb2.WatchTopologyResponse(ranks=[convert.rank_to(rank) for rank in ranks])
             shown = ranks
-            await self._next_change()
+            with suppress(TimeoutError):  # a lease may end without anybody saying so
+                await asyncio.wait_for(change.wait(), self._registry.lease_s / 2)
 
     async def RegisterDpRank(
         self, request: bootstrap_pb2.RegisterDpRankRequest, context: Call
@@ -180,17 +184,9 @@ class BootstrapServicer(bootstrap_pb2_grpc.BootstrapServicer):
         found = self._registry.query_dp_ranks(rooms, time.monotonic())
         return bootstrap_pb2.QueryDpRanksResponse(dp_ranks={int(room): rank for room, rank in found.items()})
 
-    async def _announce(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _next_change(self) -> None:
-        """A registration, or the end of a lease."""
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait(), self._registry.lease_s / 2)
-            except TimeoutError:
-                return
+    def _announce(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
 
 
 class TransferStatusServicer(transfer_status_pb2_grpc.TransferStatusServicer):
@@ -377,6 +373,6 @@ def _transfer_to(transfer: Transfer) -> types_pb2.Transfer:
 def _page_token(token: str) -> int:
     if not token:
         return 0
-    if not token.isdecimal():
+    if not token.isdecimal() or len(token) > _PAGE_TOKEN_MOST:
         raise InvalidRequest("page_token must come from an earlier answer", field="page_token")
     return int(token)

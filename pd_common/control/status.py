@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import suppress
 from typing import Any, cast
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from pd_common.errors import (
@@ -85,7 +87,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> PdError:
     trailing = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
     for key, value in trailing:
         if key == _DETAILS_KEY and isinstance(value, bytes):
-            return from_status(status_pb2.Status.FromString(value))
+            with suppress(DecodeError):  # then the status code has to speak for itself
+                return from_status(status_pb2.Status.FromString(value))
     cls = _ERROR_WITHOUT_INFO.get(error.code(), InternalError)
     return cls(f"{peer}: {error.details() or error.code().name}", peer=peer)
 

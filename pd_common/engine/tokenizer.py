@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from pd_common.errors import InvalidRequest
 from pd_common.generation import ChatMessage
 
+
 class Tokenizer:
     """A directory's tokenizer and chat template."""
 

@@ -79,6 +79,7 @@ class RoomTrace:
         self._room = room
         self._began_ns = now_ns()
         self._has_token = False
+        self._ended = False
         self._root = start(name, room, parent, start_ns=self._began_ns, **attributes)
         self._stage: Span | None = None
         self.context = inside(self._root)
@@ -103,13 +104,15 @@ class RoomTrace:
 
     def end(self, error: PdError | None = None, **attributes: str | float) -> None:
         """Ends the stage and the room's span, as failed if there is an error. A second call does nothing."""
+        if self._ended:
+            return
+        self._ended = True
         self._root.set_attributes(attributes)
         for span in filter(None, (self._stage, self._root)):
             if error is not None:
                 span.set_status(StatusCode.ERROR, error.message)
                 span.set_attribute("error.type", error.reason.value)
-            if span.is_recording():
-                span.end()
+            span.end()
 
 
 def inside(span: Span) -> Context:

@@ -72,8 +72,9 @@ class Channel(Protocol):
     async def write(self, *groups: Puts) -> WriteReceipt:
         """Writes all groups, each visible only after the one before; returns when all of it is visible remotely.
 
-        When this returns or raises, no byte of these groups will be written any more. Cancelling the awaiting task does not
-        stop what is posted: the caller must shield and await it (that is the drain of a room).
+        When this returns, or raises after a failed write, nothing of these groups is written any more, except what a
+        network still holds of a connection that was cut off: only the receiver's fence stops that. Cancelling the
+        awaiting task does not stop what is posted: the caller must shield and await it (that is the drain of a room).
 
         Raises:
             PagesInvalid: a remote range lies outside the offered regions (nothing was written).

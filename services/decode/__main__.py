@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import click
-from pd_common.transport.ucx.transport import UcxTransport
 
 from pd_common import config
 from pd_common.control import process, server
@@ -17,6 +16,7 @@ from pd_common.handoff.metadata import METADATA_SCHEMA, MetadataBuffers
 from pd_common.handoff.table import TransferTable
 from pd_common.telemetry import spans
 from pd_common.transport.base import MemoryRegion
+from pd_common.transport.ucx.transport import UcxTransport
 from pd_common.types import Role
 from services.decode.drain import Drain
 from services.decode.prefills import OwnMemory, Prefills
@@ -47,6 +47,7 @@ async def serve(options: dict[str, Any]) -> None:
     data = config.pick(config.TransportConfig, options)
     rooms = config.pick(config.RoomConfig, options)
 
+    process.share_interpreter()
     instance = process.new_instance(Role.DECODE)
     tracing = spans.configure("pd-decode", instance.instance_id)
     engine = Engine.load(

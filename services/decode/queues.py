@@ -35,7 +35,10 @@ class PreallocQueue:
         try:
             return await turn
         except asyncio.CancelledError:
-            self._give_up(num_pages, turn)
+            if turn.cancelled():
+                self._grant()  # it may have been first in line
+            else:
+                self.release(turn.result())
             raise
 
     def release(self, allocation: Allocation) -> None:
@@ -45,21 +48,19 @@ class PreallocQueue:
         self._grant()
 
     def _grant(self) -> None:
-        while self._waiting and self._metadata.free_slots:
+        while self._waiting:
             num_pages, turn = self._waiting[0]
-            pages = self._pages.alloc(num_pages)
-            if pages is None:
-                return
-            slot = self._metadata.alloc()
-            if slot is None:
-                self._pages.free(pages)
-                return
+            if not turn.cancelled():
+                allocation = self._allocate(num_pages)
+                if allocation is None:
+                    return
+                turn.set_result(allocation)
             self._waiting.popleft()
-            turn.set_result(Allocation(pages, slot))
 
-    def _give_up(self, num_pages: int, turn: asyncio.Future[Allocation]) -> None:
-        if turn.done() and not turn.cancelled():
-            self.release(turn.result())
-        else:
-            self._waiting.remove((num_pages, turn))
-            self._grant()
+    def _allocate(self, num_pages: int) -> Allocation | None:
+        if not self._metadata.free_slots:
+            return None
+        pages, slot = self._pages.alloc(num_pages), None
+        if pages is not None:
+            slot = self._metadata.alloc()
+        return None if pages is None or slot is None else Allocation(pages, slot)

@@ -14,6 +14,7 @@ from pd_common.engine.batch import Batch, BatchItem
 from pd_common.engine.engine import Engine
 from pd_common.engine.output import AnswerBuilder
 from pd_common.engine.request import Sequence
+from pd_common.engine.sampler import SampledToken
 from pd_common.errors import InternalError
 from pd_common.generation import Output
 
@@ -68,33 +69,37 @@ class DecodeScheduler:
     async def _step(self, answers: tuple[Answer, ...]) -> None:
         self._stepping = answers
         self._step_over.clear()
+        items = [BatchItem(answer.sequence, *answer.sequence.next_span(1), samples=True) for answer in answers]
         try:
-            self._hub.publish(await self._next_pieces(answers))
+            sampled = await self._engine.step(Batch(items))
+            pieces = (self._take(answer, token) for answer, token in zip(answers, sampled, strict=True))
+            self._hub.publish([piece for piece in pieces if piece is not None])
         except Exception as defect:  # noqa: BLE001  a failed step fails its answers, not the process
-            _log.exception("an engine step failed")
-            self._fail(answers, InternalError(f"the engine failed: {type(defect).__name__}: {defect}"))
+            self._fail(answers, defect)
         finally:
             self._stepping = ()
             self._step_over.set()
 
-    async def _next_pieces(self, answers: tuple[Answer, ...]) -> list[Output]:
-        items = [BatchItem(a.sequence, *a.sequence.next_span(1), samples=True) for a in answers]
-        sampled = await self._engine.step(Batch(items))
-        pieces = []
-        for answer, item, token in zip(answers, items, sampled, strict=True):
-            answer.sequence.computed = item.end
-            answer.sequence.append(token.token_id)
-            if answer not in self._answers:
-                continue  # it left while the step ran
+    def _take(self, answer: Answer, token: SampledToken) -> Output | None:
+        """The piece that the token brings; None when the answer has left meanwhile, or fails here."""
+        answer.sequence.computed += 1
+        answer.sequence.append(token.token_id)
+        if answer not in self._answers:
+            return None
+        try:
             piece = answer.builder.accept(token.token_id, token.logprob)
-            pieces.append(piece)
-            if piece.is_last:
-                self._answers.remove(answer)
-                if not answer.finished.cancelled():  # its room may have been stopped in this very step
-                    answer.finished.set_result(None)
-        return pieces
+        except Exception as defect:  # noqa: BLE001  one answer's text is no reason to lose its neighbours'
+            self._fail((answer,), defect)
+            return None
+        if piece.is_last:
+            self._answers.remove(answer)
+            if not answer.finished.cancelled():  # its room may have been stopped in this very step
+                answer.finished.set_result(None)
+        return piece
 
-    def _fail(self, answers: tuple[Answer, ...], error: InternalError) -> None:
+    def _fail(self, answers: tuple[Answer, ...], defect: Exception) -> None:
+        _log.error("an engine step failed", exc_info=defect)
+        error = InternalError(f"the engine failed: {type(defect).__name__}: {defect}")
         for answer in answers:
             if answer in self._answers:
                 self._answers.remove(answer)

@@ -13,7 +13,15 @@ from pd_common.control.outputs import OutputHub
 from pd_common.control.servicers import PoolStatus, TransferReport
 from pd_common.engine.engine import Engine
 from pd_common.engine.request import Sequence
-from pd_common.errors import PdError, PeerLost, ReceiverUnknown, RoomAborted, ShuttingDown, StaleInstance, TransferFailed
+from pd_common.errors import (
+    PdError,
+    PeerLost,
+    ReceiverUnknown,
+    RoomAborted,
+    ShuttingDown,
+    StaleInstance,
+    TransferFailed,
+)
 from pd_common.generation import GenerationRequest, Output
 from pd_common.handoff.chunk import PoolBuffers
 from pd_common.handoff.destination import Offer
@@ -36,8 +44,8 @@ _REAP_S = 0.1
 class _Room:
     """A request that is being served, and what it holds.
 
-    `offered_to` is set as soon as a prefill may know the pages; from then on they are given back only through the drain,
-    or after the commit. `concluded` tells the prefill's report how the commit went.
+    `offered_to` is set as soon as a prefill may know the pages; from then on only the drain gives them back, or the
+    commit makes them this room's alone. `concluded` tells the prefill's report how the commit went.
     """
 
     request: GenerationRequest

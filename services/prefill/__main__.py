@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 import click
-from pd_common.transport.ucx.transport import UcxTransport
 
 from pd_common import config
 from pd_common.control import process, server
@@ -25,6 +24,7 @@ from pd_common.handoff.metadata import METADATA_SCHEMA, MetadataBuffers
 from pd_common.handoff.table import TransferTable
 from pd_common.telemetry import spans
 from pd_common.transport.base import MemoryRegion
+from pd_common.transport.ucx.transport import UcxTransport
 from pd_common.types import RankInfo, RankPosition, Role
 from services.prefill.membership import Membership
 from services.prefill.receivers import Receivers
@@ -59,6 +59,7 @@ async def serve(options: dict[str, Any]) -> None:
     data = config.pick(config.TransportConfig, options)
     rooms = config.pick(config.RoomConfig, options)
 
+    process.share_interpreter()
     instance = process.new_instance(Role.PREFILL)
     tracing = spans.configure("pd-prefill", instance.instance_id)
     engine = Engine.load(

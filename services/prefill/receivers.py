@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class Receivers:
         self._transport = transport
         self._on_lost = on_lost
         self._by_instance: dict[Instance, Receiver] = {}
+        self._registering = asyncio.Lock()
 
     async def register(
         self, instance: Instance, control_address: str, layout: KvLayout, pool: RemotePool, data_address: bytes
@@ -54,21 +56,28 @@ class Receivers:
 
         """
         check_layout(self._layout, layout, control_address)
-        for other in self._at(control_address):
-            if other.instance.epoch > instance.epoch:
-                raise StaleInstance(
-                    f"{control_address} has restarted since", expected=other.instance.epoch, got=instance.epoch
-                )
+        self._refuse_stale(instance, control_address)
         channel = await self._transport.connect(data_address)
-        for other in self._at(control_address):
-            await self.drop(other, "it registered again" if other.instance == instance else "it has restarted")
-        connection = Connection(control_address)
-        receiver = Receiver(instance, control_address, pool, channel, connection, PeerClient(connection))
-        self._by_instance[instance] = receiver
+        try:
+            receiver = await self._take_in(instance, control_address, pool, channel)
+        except BaseException:
+            await channel.close()
+            raise
         _log.info(
             "decode %s registered from %s, pages travel by %s", instance.instance_id, control_address, channel.carrier
         )
         return receiver
+
+    async def _take_in(self, instance: Instance, control_address: str, pool: RemotePool, channel: Channel) -> Receiver:
+        """One at a time: whoever has connected meanwhile is looked at again."""
+        async with self._registering:
+            self._refuse_stale(instance, control_address)
+            for other in self._at(control_address):
+                await self.drop(other, "it registered again" if other.instance == instance else "it has restarted")
+            connection = Connection(control_address)
+            receiver = Receiver(instance, control_address, pool, channel, connection, PeerClient(connection))
+            self._by_instance[instance] = receiver
+            return receiver
 
     def get(self, instance: Instance) -> Receiver:
         """The registration.
@@ -106,6 +115,13 @@ class Receivers:
     async def close(self) -> None:
         for receiver in tuple(self._by_instance.values()):
             await self.drop(receiver, "this process stops")
+
+    def _refuse_stale(self, instance: Instance, control_address: str) -> None:
+        for other in self._at(control_address):
+            if other.instance.epoch > instance.epoch:
+                raise StaleInstance(
+                    f"{control_address} has restarted since", expected=other.instance.epoch, got=instance.epoch
+                )
 
     def _at(self, control_address: str) -> list[Receiver]:
         return [receiver for receiver in self._by_instance.values() if receiver.control_address == control_address]

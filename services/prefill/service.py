@@ -113,7 +113,7 @@ class PrefillService:
         room.task = RoomTask(self._hand_off(room), lambda error: self._conclude(room, error))
 
     def offer(self, number: BootstrapRoom, offer: Offer, receiver: Receiver, time_left_s: float) -> TransferState:
-        """Decode's pages for a room; its request may come later. Raises as `TransferTable.join_offer`, `Destination`."""
+        """Decode's pages for a room; its request may come later. Raises as `join_offer` and `Destination` do."""
         destination = Destination(offer, receiver.pool, receiver.channel)
         now = time.monotonic()
         known = self.transfers.find(number)
@@ -243,7 +243,7 @@ class PrefillService:
         return await work.sender.finish(chunk, metadata)
 
     async def _agree(self, room: _Room, work: _Work) -> None:
-        """Success is what decode says after its gate; the report is repeated until there is an answer, or the deadline."""
+        """Success is what decode says after its gate; the report is repeated until there is an answer."""
         while True:
             try:
                 state, failure = await self._report(room, work.receiver, TransferState.SUCCESS, work.sender.progress)

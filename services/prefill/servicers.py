@@ -72,9 +72,7 @@ class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
             prompt_digest=request.prompt_digest,
         )
         room = convert.room_from(request.bootstrap_room)
-        time_left_s = convert.duration_from(request.time_left)
-        if time_left_s <= 0:
-            raise InvalidRequest("time_left must be positive", field="time_left")
+        time_left_s = convert.time_limit_from(request.time_left, "time_left")
         state = self._service.offer(room, offer, receiver, time_left_s)
         return page_allocation_pb2.AllocatePagesResponse(state=convert.state_to(state))
 

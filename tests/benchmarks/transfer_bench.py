@@ -1,7 +1,9 @@
-"""Bandwidth of the UCX transport between two processes of one host, beside a one-thread memcpy of the same bytes in the same run.
+"""Bandwidth of the UCX transport between two processes of one host, beside a one-thread memcpy of the same bytes.
 
-28 layers x K and V, 512 pages of 32 KiB each: contiguous (one descriptor per buffer) and shuffled (one per page), over what UCX
-chooses by itself and over tcp. Run: python tests/benchmarks/transfer_bench.py [--rounds 5] [--layers 28]
+28 layers x K and V, 512 pages of 32 KiB each: contiguous (one descriptor per buffer) and shuffled (one per page), over
+what UCX chooses by itself and over tcp, interleaved.
+
+Run: python tests/benchmarks/transfer_bench.py [--rounds 5] [--layers 28]
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -163,7 +164,12 @@ async def measure(layers: int, rounds: int) -> None:
 
 
 async def sample(
-    samples: dict[tuple[str, str], Samples], path: str, layout: Layout, source: Pool, receiver: Receiver, channel: Channel
+    samples: dict[tuple[str, str], Samples],
+    path: str,
+    layout: Layout,
+    source: Pool,
+    receiver: Receiver,
+    channel: Channel,
 ) -> None:
     puts = layout.puts(source.region.base, receiver.base, len(source.pages))
     receipt = await channel.write(puts)
@@ -205,5 +211,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     main()

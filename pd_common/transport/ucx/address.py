@@ -14,7 +14,7 @@ from pd_common.transport.base import MemoryRegion
 
 _MAGIC = b"PDUX"
 _VERSION = 1
-_HEADER = struct.Struct("<4sHHI")  # magic, version, bytes of the worker's address, regions
+_HEADER = struct.Struct("<4sHII")  # magic, version, bytes of the worker's address, regions
 _REGION = struct.Struct("<QQH")  # base, length, bytes of the remote key
 _DIGEST_BYTES = 16
 MAX_ADDRESS_BYTES = 1 << 20
@@ -32,7 +32,10 @@ class OfferedRegion:
 
 @dataclass(frozen=True, slots=True)
 class PortAddress:
-    """One port. `probe` is a range without meaning: a new connection is tried by writing there."""
+    """One port; its offered regions are sorted by address.
+
+    `probe` is a range without meaning: a new connection is tried by writing there.
+    """
 
     worker: bytes
     probe: OfferedRegion
@@ -67,7 +70,7 @@ class PortAddress:
             raise InvalidRequest("the address of a UCX port lacks its worker or its regions", regions=count)
         worker = body[_HEADER.size : _HEADER.size + worker_bytes]
         probe, *offered = _parse_regions(body, _HEADER.size + worker_bytes, count)
-        return PortAddress(worker, probe, tuple(offered))
+        return PortAddress(worker, probe, tuple(sorted(offered, key=lambda each: each.region.base)))
 
 
 def _digest(body: bytes | bytearray) -> bytes:

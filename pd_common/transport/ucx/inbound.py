@@ -1,14 +1,15 @@
-"""A receiver's end for one peer, run by the progress thread: a worker whose destruction ends everything that comes in through it."""
+"""A receiver's end for one peer, run by the progress thread: a worker whose destruction ends what comes in by it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from pd_common.errors import PdError
 from pd_common.transport.base import MemoryRegion
 from pd_common.transport.ucx.address import OfferedRegion, PortAddress
 from pd_common.transport.ucx.binding import UCXContext, UCXMemoryHandle, UCXWorker
-from pd_common.transport.ucx.progress import ProgressThread
+from pd_common.transport.ucx.progress import ProgressThread, settled
 
 
 class Inbound:
@@ -24,16 +25,17 @@ class Inbound:
 
     @staticmethod
     def open(
-        thread: ProgressThread, context: UCXContext, regions: Sequence[MemoryRegion], memories: Sequence[UCXMemoryHandle]
+        thread: ProgressThread,
+        context: UCXContext,
+        regions: Sequence[MemoryRegion],
+        memories: Sequence[UCXMemoryHandle],
     ) -> tuple[Inbound, bytes]:
-        """A new end and its packed address. `regions` begins with the one for probes; `memories` hold them, in that order.
+        """A new end and its packed address. `regions` begins with that for probes; `memories` hold them, in that order.
 
         Raises:
             UCXError: there is no worker or no key to be had.
         """
-        offers = [
-            OfferedRegion(region, memory.pack_rkey()) for region, memory in zip(regions, memories, strict=True)
-        ]
+        offers = [OfferedRegion(region, memory.pack_rkey()) for region, memory in zip(regions, memories, strict=True)]
         inbound = Inbound(thread, context.create_worker())
         return inbound, PortAddress(inbound.worker.address(), offers[0], tuple(offers[1:])).pack()
 
@@ -43,9 +45,10 @@ class Inbound:
     def abandon(self, error: PdError) -> None:
         """Nobody waits for anything here."""
 
-    def close(self) -> None:
+    def close(self) -> Future[None]:
         """Destroys the worker; harmless when that is done."""
         if self._open:
             self._open = False
             self._thread.remove(self)
             self.worker.destroy()
+        return settled()

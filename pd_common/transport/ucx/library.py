@@ -1,6 +1,7 @@
-"""Finds and loads libucp through cffi (ABI mode: no compiler), and declares the part of its C interface that is used here.
+"""Finds and loads libucp through cffi (ABI mode: no compiler), and declares the part of its C interface that is used.
 
-The layouts are those of UCX 1.22; every structure has a field mask and only grew at its end since 1.13, so older libraries work too.
+The layouts are those of UCX 1.22; every structure has a field mask and only grew at its end since 1.13, so older
+libraries work too.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def load_library(choice: str) -> UCXLibrary:
     Raises:
         TransportUnavailable: there is no such library, or it is not a UCX.
     """
-    target = {WHEEL: _wheel_file, SYSTEM: lambda: "libucp.so.0"}.get(choice, lambda: choice)()
+    target = _wheel_file() if choice == WHEEL else "libucp.so.0" if choice == SYSTEM else choice
     try:
         functions = ffi.dlopen(target)
         version = ffi.string(functions.ucp_get_version_string()).decode()

@@ -16,7 +16,7 @@ from enum import Enum, auto
 from pd_common.errors import PdError, TransferFailed
 from pd_common.transport.ucx.address import PortAddress
 from pd_common.transport.ucx.binding import UCXContext, UCXEndpoint, UCXError, UCXRkey, UCXWorker, pd_error
-from pd_common.transport.ucx.progress import ProgressThread
+from pd_common.transport.ucx.progress import ProgressThread, settled
 from pd_common.transport.ucx.write import Write
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,6 @@ _log = logging.getLogger(__name__)
 _ACTIVE_WRITES = 4
 """Writes that share a connection; more wait their turn."""
 _DRAIN_LIMIT_S = 1.0
-_CLOSE_LIMIT_S = 2.0
 
 
 class _State(Enum):
@@ -33,12 +32,12 @@ class _State(Enum):
     """Nothing is posted any more; what was posted is waited for, so that a failure is reported after the last byte."""
     FLUSHING = auto()
     CLOSING = auto()
-    """UCX finishes what is left as cancelled."""
+    """UCX finishes what is left; destroying the worker before that would abort the process."""
     CLOSED = auto()
 
 
 class Outbound:
-    """Invariant: nothing is posted unless OPEN; a write fails only when CLOSED, so after the last byte that it sends."""
+    """Invariant: nothing is posted unless OPEN; a write fails only when CLOSED, so after its last byte."""
 
     def __init__(self, thread: ProgressThread, worker: UCXWorker, endpoint: UCXEndpoint) -> None:
         self.worker = worker
@@ -50,7 +49,7 @@ class Outbound:
         self._rkeys: list[UCXRkey] = []
         self._state = _State.OPEN
         self._writes: deque[Write] = deque()
-        self._limit_s = 0.0
+        self._drain_until_s = 0.0
         self._pending: list[int] = []
         self._closed: list[Future[None]] = []
         thread.add(self)
@@ -90,12 +89,11 @@ class Outbound:
 
     def close(self) -> Future[None]:
         """Breaks off whatever is on its way; the future is done when nothing is left of the connection."""
-        closed: Future[None] = Future()
         if self._state is _State.CLOSED:
-            closed.set_result(None)
-        else:
-            self._closed.append(closed)
-            self.break_off(TransferFailed("the channel was closed"))
+            return settled()
+        closed: Future[None] = Future()
+        self._closed.append(closed)
+        self.break_off(TransferFailed("the channel was closed"))
         return closed
 
     def break_off(self, error: PdError) -> None:
@@ -103,7 +101,7 @@ class Outbound:
         if self.error is None:
             self.error = error
             self._state = _State.DRAINING
-            self._limit_s = time.monotonic() + _DRAIN_LIMIT_S
+            self._drain_until_s = time.monotonic() + _DRAIN_LIMIT_S
         self._thread.wake(self)
 
     def abandon(self, error: PdError) -> None:
@@ -131,7 +129,7 @@ class Outbound:
             if self.carrier is None and write.first_request is not None:
                 self.carrier = _carrier(self.worker.describe(write.first_request))
             if write.finished:
-                # A flush of an endpoint that has failed unnoticed may count as done: the error handler speaks in progress.
+                # A flush of an endpoint that failed unnoticed may count as done: the error handler speaks in progress.
                 self.worker.progress()
                 self._raise_failure()
                 self._writes.remove(write)
@@ -145,19 +143,17 @@ class Outbound:
 
     def _wind_down(self) -> bool:
         """One step from DRAINING to CLOSED, if its time has come."""
-        quiet = all([write.discard(self._endpoint) for write in self._writes])
+        quiet = not [write for write in self._writes if not write.discard(self._endpoint)]
         taken = self._take_pending()
-        late = time.monotonic() > self._limit_s
-        hopeless = late or self._endpoint.failure is not None
-        if self._state is _State.DRAINING and quiet and not hopeless:
-            self._begin(_State.FLUSHING, self._endpoint.flush_nbx)
-        elif self._state is _State.FLUSHING and taken and not hopeless:
-            self._begin(_State.CLOSING, self._endpoint.close_nbx)
-        elif self._state is not _State.CLOSING and hopeless:
-            self._begin(_State.CLOSING, self._endpoint.close_nbx)
-            self._limit_s = time.monotonic() + _CLOSE_LIMIT_S
-        elif self._state is _State.CLOSING and ((quiet and taken) or late):
+        hopeless = self._endpoint.failure is not None or time.monotonic() > self._drain_until_s
+        if self._state is _State.CLOSING:
+            if not (quiet and taken):
+                return False
             self._release()
+        elif hopeless or (self._state is _State.FLUSHING and taken):
+            self._begin(_State.CLOSING, self._endpoint.close_nbx)
+        elif self._state is _State.DRAINING and quiet:
+            self._begin(_State.FLUSHING, self._endpoint.flush_nbx)
         else:
             return False
         return True
@@ -199,5 +195,5 @@ def repeated(error: PdError) -> PdError:
 
 def _carrier(description: str) -> str:
     """The first transport of UCX's words for a request, for example `... zero-copy cma/memory 9207.6 MB/s 3.39 us`."""
-    match = re.search(r"([\w-]+)/\S", description)
-    return match[1] if match else description or "unknown"
+    match = re.search(r"\b([a-z][\w-]*)/\S", description)  # not MB/s
+    return match[1] if match else "unknown"

@@ -1,4 +1,4 @@
-"""The one thread that makes all UCX calls of a transport: runs commands, drives workers, sleeps on their event descriptors.
+"""The one thread that makes all UCX calls of a transport: runs commands, drives workers, sleeps until they have work.
 
 Knows no endpoint and no write; what it drives says itself what moving on means.
 """
@@ -44,12 +44,15 @@ class Driven(Protocol):
     def drive(self) -> bool:
         """Moves on without waiting for anything; whether there was something to do."""
 
+    def close(self) -> Future[None]:
+        """Lets go of the worker; the future is done when it is destroyed. Harmless when that is so already."""
+
     def abandon(self, error: PdError) -> None:
         """The thread has died: whoever waits gets this error."""
 
 
 class ProgressThread:
-    """Everything handed over by `submit` runs on one thread, one after the other; results of writes go back in batches."""
+    """Everything handed over by `submit` runs on one thread, in that order; results of writes go back in batches."""
 
     def __init__(self, name: str) -> None:
         self._commands: deque[Callable[[], None]] = deque()
@@ -68,7 +71,7 @@ class ProgressThread:
     # --- any thread -------------------------------------------------------------------------------------------------
 
     def submit(self, command: Callable[[], T]) -> Future[T]:
-        """Runs a command on the thread. The future fails with what the command raises, or with why the thread has ended."""
+        """Runs a command on the thread. Its future fails with what it raises, or with why the thread has ended."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -98,7 +101,16 @@ class ProgressThread:
         self.submit(end)
         self._thread.join()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended as it should, with everything released."""
+        return isinstance(self._stopped, TransferFailed)
+
     # --- this thread ------------------------------------------------------------------------------------------------
+
+    @property
+    def driven(self) -> tuple[Driven, ...]:
+        return tuple(self._driven.values())
 
     def add(self, driven: Driven) -> None:
         self._driven[driven.worker.event_fd] = driven
@@ -133,12 +145,12 @@ class ProgressThread:
         try:
             while not self._stopping:
                 self._round()
-        except Exception as defect:
+        except Exception as defect:  # noqa: BLE001 - a defect on this thread must reach all who wait
             _log.exception("the UCX progress thread died")
             error = InternalError(f"the UCX progress thread died: {defect}")
         with self._lock:
             self._stopped = error
-        for driven in tuple(self._driven.values()):
+        for driven in self.driven:
             driven.abandon(error)
         while self._commands:
             self._commands.popleft()()
@@ -186,6 +198,13 @@ class ProgressThread:
                 os.eventfd_read(fd)
             else:
                 self._hot.setdefault(fd, now)
+
+
+def settled() -> Future[None]:
+    """A future with nothing to wait for."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 def _run_all(settles: list[Callable[[], None]]) -> None:

@@ -48,9 +48,6 @@ class UcxTransport:
         self._probe_memory = np.zeros(_PROBE_BYTES, dtype=np.uint8)
         self._probe = MemoryRegion(self._probe_memory.ctypes.data, _PROBE_BYTES)
         self._registered = _Registered(RegionTable(()), (), ())
-        self._channels: set[UcxChannel] = set()
-        self._ports: set[UcxPort] = set()
-        self._closed = False
         try:
             self._context = self._thread.submit(lambda: UCXContext(library)).result()
             self.register(self._probe)
@@ -78,9 +75,7 @@ class UcxTransport:
             raise InternalError("a region that is not registered cannot be offered")
         memories = [known.memories[index] for index in found.tolist()]
         inbound, packed = self._call(lambda: Inbound.open(self._thread, self._context, offer, memories))
-        port = UcxPort(self._thread, inbound, packed)
-        self._ports.add(port)
-        return port
+        return UcxPort(self._thread, inbound, packed)
 
     async def connect(self, address: bytes) -> UcxChannel:
         port = PortAddress.parse(address)
@@ -95,21 +90,23 @@ class UcxTransport:
             if isinstance(error, UCXError | PeerLost):
                 raise TransferFailed(f"the port cannot be reached: {error}") from error
             raise
-        self._channels.add(channel)
         return channel
 
     async def close(self) -> None:
-        if self._closed:
+        if self._thread.closed:
             return
-        self._closed = True
-        await asyncio.gather(*(channel.close() for channel in self._channels), *(port.fence() for port in self._ports))
+        closings = self._thread.submit(lambda: [driven.close() for driven in self._thread.driven])
+        for closing in await asyncio.wrap_future(closings):
+            await asyncio.wrap_future(closing)
         await asyncio.wrap_future(self._thread.submit(self._release))
         self._thread.stop()
 
     def _release(self) -> None:
-        for memory in self._registered.memories:
+        memories, self._registered = self._registered.memories, _Registered(RegionTable(()), (), ())
+        for memory in memories:
             memory.unmap()
-        self._context.close()
+        if memories:
+            self._context.close()
 
     def _snapshot(self) -> _Registered:
         return self._registered
@@ -122,12 +119,12 @@ class UcxTransport:
             raise pd_error(error) from error
 
     def _probe_posting(self, port: PortAddress) -> Posting:
-        [index] = self._registered.table.find(*_as_ranges([self._probe]))
+        index = self._registered.table.regions.index(self._probe)
         params = self._registered.memories[index].traced_put_params
         size = min(self._probe.length, port.probe.region.length)
         puts = Puts(*(np.array([value], dtype=np.int64) for value in (self._probe.base, port.probe.region.base, size)))
         zero = np.zeros(1, dtype=np.int64)
-        return Posting(puts, zero, zero, (params,))
+        return Posting.of(puts, zero, zero, (params,))
 
 
 class UcxPort:
@@ -139,7 +136,8 @@ class UcxPort:
         self._inbound = inbound
 
     async def fence(self) -> None:
-        await asyncio.shield(asyncio.wrap_future(self._thread.submit(self._inbound.close)))
+        if not self._thread.closed:
+            await asyncio.shield(asyncio.wrap_future(self._thread.submit(self._inbound.close)))
 
 
 class UcxChannel:
@@ -170,13 +168,14 @@ class UcxChannel:
     async def try_out(self, probe: Posting) -> None:
         """Waits until the peer answers, then writes where it does not matter, which also shows what carries a write."""
         empty = np.empty(0, dtype=np.int64)
-        greeting = Posting(Puts(empty, empty, empty), empty, empty, ())
+        greeting = Posting.of(Puts(empty, empty, empty), empty, empty, ())
         await self._written((greeting, probe), time.perf_counter())
 
     async def close(self) -> None:
-        closing = self._thread.submit(self._outbound.close)
-        closed = await asyncio.shield(asyncio.wrap_future(closing))
-        await asyncio.shield(asyncio.wrap_future(closed))
+        if not self._thread.closed:
+            closing = self._thread.submit(self._outbound.close)
+            closed = await asyncio.shield(asyncio.wrap_future(closing))
+            await asyncio.shield(asyncio.wrap_future(closed))
 
     async def _written(self, postings: tuple[Posting, ...], started: float) -> WriteReceipt:
         done: asyncio.Future[WriteReceipt] = asyncio.get_running_loop().create_future()
@@ -191,7 +190,7 @@ class UcxChannel:
         local = registered.table.find(puts.local, puts.lengths)
         if local is None:
             raise InternalError("a write reads memory that is not registered", descriptors=len(puts))
-        return Posting(puts, offered + 1, local, registered.put_params)
+        return Posting.of(puts, offered + 1, local, registered.put_params)
 
 
 def _as_ranges(regions: Sequence[MemoryRegion]) -> tuple[Addresses, Addresses]:

@@ -1,7 +1,7 @@
 """One write on its way through one endpoint: groups posted in slices, each group flushed before the next is begun.
 
-A flush stands between two groups and not `ucp_worker_fence`: where the order needs it, UCX waits inside that call for the peer,
-and one peer that does not answer would stop the progress thread for all.
+A flush stands between two groups and not `ucp_worker_fence`: UCX waits inside that call until the peer has answered
+(tcp, UCX 1.22), so that one peer that is stopped would stop the progress thread for all.
 """
 
 from __future__ import annotations
@@ -21,17 +21,31 @@ from pd_common.transport.ucx.binding import OK, UCXEndpoint, UCXRkey
 _SLICE = 256
 """Puts posted between two calls of progress."""
 _WINDOW = 1024
-"""Puts of one write that may be outstanding."""
+_WINDOW_BYTES = 64 << 20
+"""Puts of one write, and their bytes, that may be outstanding (one put always may): what is outstanding cannot be taken
+back, so this bounds how long it takes to break a write off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Posting:
-    """One group, resolved: per put the index of its remote key, and the index of its local region in `put_params`."""
+    """One group, resolved: `targets` are indices of remote keys, `sources` of local regions in `put_params`."""
 
     puts: Puts
-    rkeys: NDArray[np.int64]
-    locals: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    sources: NDArray[np.int64]
     put_params: tuple[Any, ...]
+    bytes_before: NDArray[np.int64]
+    """Bytes of the first n puts, for n from 0 to all."""
+
+    @staticmethod
+    def of(puts: Puts, targets: NDArray[np.int64], sources: NDArray[np.int64], put_params: tuple[Any, ...]) -> Posting:
+        return Posting(puts, targets, sources, put_params, np.concatenate(([0], np.cumsum(puts.lengths))))
+
+    def end_of_window(self, oldest: int) -> int:
+        """The put before which posting must stop while put number `oldest` is outstanding."""
+        limit = self.bytes_before[oldest] + _WINDOW_BYTES
+        by_bytes = int(np.searchsorted(self.bytes_before, limit, side="right")) - 1
+        return min(max(by_bytes, oldest + 1), oldest + _WINDOW, len(self.puts))
 
 
 @dataclass(slots=True)
@@ -58,7 +72,7 @@ class Write:
         return self._requests[0] if self._requests else None
 
     def advance(self, endpoint: UCXEndpoint, rkeys: list[UCXRkey]) -> bool:
-        """Posts or flushes what can be now; whether there was something to do. May be called only while the endpoint is whole.
+        """Posts or flushes what can be now; whether there was something to do. Only for a whole endpoint.
 
         Raises:
             UCXError: a put or the flush failed.
@@ -106,10 +120,10 @@ class Write:
         )
 
     def _post(self, posting: Posting, endpoint: UCXEndpoint, rkeys: list[UCXRkey]) -> bool:
-        """Posts the next slice, so that progress is never far away and the window is kept; False when the window is full."""
+        """Posts the next slice: progress is never far away. False when the window is full."""
         start = self._position
-        end = min(start + _SLICE, start + _WINDOW - len(self._requests), len(posting.puts))
-        if start == end:
+        end = min(start + _SLICE, posting.end_of_window(start - len(self._requests)))
+        if end <= start:
             return False
         began = time.perf_counter()
         endpoint.put_nbx(
@@ -117,8 +131,8 @@ class Write:
                 posting.puts.local[start:end].tolist(),
                 posting.puts.lengths[start:end].tolist(),
                 posting.puts.remote[start:end].tolist(),
-                [rkeys[index].handle for index in posting.rkeys[start:end].tolist()],
-                [posting.put_params[index] for index in posting.locals[start:end].tolist()],
+                [rkeys[index].handle for index in posting.targets[start:end].tolist()],
+                [posting.put_params[index] for index in posting.sources[start:end].tolist()],
                 strict=True,
             ),
             self._requests,
