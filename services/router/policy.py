@@ -50,8 +50,4 @@ def _least(workers: Sequence[Worker], role: Role) -> Worker:
 
 def why_none(workers: Sequence[Worker]) -> str:
     """For a person: what is the matter with each."""
-    return "; ".join(
-        f"{worker.address.target}: {'not proven yet' if worker.is_live else worker.why_not}"
-        for worker in workers
-        if not worker.is_usable
-    )
+    return "; ".join(f"{worker.address.target}: {worker.why_not}" for worker in workers if not worker.is_usable)

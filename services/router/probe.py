@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,26 +34,24 @@ class Prober:
 
     async def run(self) -> None:
         """Keeps the router's health true as well; ends only by cancellation."""
-        while True:
+        for turn in itertools.count():
             self._changed.clear()
-            pairs = self._unproven_pairs()
-            for pair in pairs:
-                await self._prove(pair)
+            pairs = self._unproven_pairs(turn)
+            await asyncio.gather(*(self._prove(pair) for pair in pairs))
             await self._control.set_serving(self._dispatcher.is_ready)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _AGAIN_S if pairs else None)
 
-    def _unproven_pairs(self) -> list[Pair]:
-        """Each live worker that is not proven, with a counterpart: a proven one if there is any."""
-        prefills, decodes = _proven_first(self._policy.prefills), _proven_first(self._policy.decodes)
+    def _unproven_pairs(self, turn: int) -> set[Pair]:
+        """Each live worker that is not proven, with a counterpart, a proven one if there is any; it changes with `turn`."""
+        prefills = [worker for worker in self._policy.prefills if worker.is_live]
+        decodes = [worker for worker in self._policy.decodes if worker.is_live]
         if not prefills or not decodes:
-            return []
-        pairs = [Pair(prefill, decodes[0]) for prefill in prefills if not prefill.proven]
-        return pairs + [Pair(prefills[0], decode) for decode in decodes if not decode.proven]
+            return set()
+        pairs = {Pair(prefill, _counterpart(decodes, turn)) for prefill in prefills if not prefill.proven}
+        return pairs | {Pair(_counterpart(prefills, turn), decode) for decode in decodes if not decode.proven}
 
     async def _prove(self, pair: Pair) -> None:
-        if pair.prefill.proven and pair.decode.proven:
-            return
         try:
             async for _ in self._dispatcher.generate_through(pair, _probe(pair)):
                 pass
@@ -66,13 +65,15 @@ class Prober:
             )
             return
         pair.prefill.proven, pair.decode.proven = pair.prefill.is_live, pair.decode.is_live
+        await self._control.set_serving(self._dispatcher.is_ready)
         _log.info(
             "%s and %s are proven: a page has gone through", pair.prefill.address.target, pair.decode.address.target
         )
 
 
-def _proven_first(workers: Sequence[Worker]) -> list[Worker]:
-    return sorted((worker for worker in workers if worker.is_live), key=lambda worker: not worker.proven)
+def _counterpart(workers: Sequence[Worker], turn: int) -> Worker:
+    choice = [worker for worker in workers if worker.proven] or workers
+    return choice[turn % len(choice)]
 
 
 def _probe(pair: Pair) -> ClientRequest:

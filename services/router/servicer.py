@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import grpc
+from opentelemetry import context as otel_context
+from opentelemetry import propagate
 from pd.v1 import generation_pb2, generation_pb2_grpc
 
 from pd_common.control import convert
@@ -50,6 +52,8 @@ class RouterGenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Call
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        # The call's own task: what is attached here ends with it.
+        otel_context.attach(propagate.extract(dict(context.invocation_metadata() or ())))
         async with aclosing(self._backend.generate(await self._client_request(request))) as outputs:
             async for output in outputs:
                 yield generation_pb2.GenerateResponse(output=convert.output_to(output))

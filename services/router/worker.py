@@ -101,7 +101,7 @@ class Worker:
         model = await self._client.get_model()
         async for outputs in self._client.stream_outputs(subscriber):
             if self._subscriber is None:
-                self.model, self._subscriber = model, subscriber
+                self.model, self._subscriber, self.why_not = model, subscriber, "not proven yet"
                 _log.info("%s %s is connected", self.role.value, self.address.target)
                 self._changed.set()
             for output in outputs:
