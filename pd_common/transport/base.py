@@ -22,7 +22,7 @@ class MemoryRegion:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Puts:
     """Writes in parallel arrays (int64, same length): local address -> remote address, length in bytes."""
 

@@ -45,6 +45,21 @@ async def test_many_small_scattered_puts_arrive(pair: Pair) -> None:
     assert await pair.receiver.read(0, count * length) == expected.tobytes()
 
 
+async def test_writes_at_the_same_time_may_overtake_each_other(pair: Pair) -> None:
+    """A small write that is done before a large one that began earlier harms neither."""
+    channel = await pair.sender.connect(await pair.receiver.listen())
+    half = BUFFER_BYTES // 2
+    many = pair.puts(*((at, at, 32) for at in range(0, 4096 * 32, 32)))
+    few = [pair.puts((at, at, 32), (at + 32, at + 32, 32)) for at in range(half, half + 640, 64)]
+    for _ in range(5):
+        receipts = await asyncio.gather(channel.write(many, many, many), *(channel.write(each) for each in few))
+        assert [receipt.bytes for receipt in receipts] == [3 * many.total_bytes, *[64] * len(few)]
+        receipts = await asyncio.gather(*(channel.write(many, each, each) for each in few))
+        assert {receipt.bytes for receipt in receipts} == {many.total_bytes + 128}
+    assert await pair.receiver.read(half, 640) == pair.source.bytes[half : half + 640].tobytes()
+    assert await pair.receiver.read(0, many.total_bytes) == pair.source.bytes[: many.total_bytes].tobytes()
+
+
 async def test_a_group_is_visible_only_after_the_one_before(pair: Pair) -> None:
     channel = await pair.sender.connect(await pair.receiver.listen())
     data_bytes = 400_000

@@ -26,7 +26,7 @@ _WINDOW_BYTES = 64 << 20
 back, so this bounds how long it takes to break a write off."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Posting:
     """One group, resolved: `targets` are indices of remote keys, `sources` of local regions in `put_params`."""
 
@@ -48,7 +48,7 @@ class Posting:
         return min(max(by_bytes, oldest + 1), oldest + _WINDOW, len(self.puts))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Write:
     """Invariant: what is posted and not finished is in `_requests` or covered by `_flush`."""
 

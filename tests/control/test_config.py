@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from pd_common import config
+from pd_common.config import ListenConfig, ModelConfig, RoomConfig, TransportConfig
+from pd_common.errors import InvalidRequest
+from pd_common.types import BootstrapAddress
+from services.router.__main__ import main
+
+
+@click.command(context_settings=config.CONTEXT)
+@config.model_options
+@config.listen_options(port=8998)
+@config.transport_options
+@config.room_options
+@config.log_options
+@click.option("--peer", "peers", multiple=True, type=config.ADDRESS)
+def engine(**options: Any) -> None:
+    """Something with all options of an engine process."""
+
+
+def parse(*args: str) -> dict[str, Any]:
+    return engine.make_context("engine", [*args]).params
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in tuple(os.environ):
+        if name.startswith("PD_"):
+            monkeypatch.delenv(name)
+
+
+def test_defaults_are_whole_settings() -> None:
+    options = parse("--model", "m")
+    assert config.pick(ModelConfig, options) == ModelConfig(Path("m"), "auto", "auto", None, 16, 65536, 32)
+    assert config.pick(ListenConfig, options) == ListenConfig("127.0.0.1", 8998, None)
+    assert config.pick(TransportConfig, options) == TransportConfig("ucx", "wheel", digest=True)
+    assert asdict(config.pick(RoomConfig, options)) == {"drain_timeout_s": 30.0, "room_retention_s": 300.0}
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PD_MODEL", "from-environment")
+    monkeypatch.setenv("PD_PAGE_SIZE", "32")
+    monkeypatch.setenv("PD_PORT", "7000")
+    monkeypatch.setenv("PD_DIGEST", "false")
+    options = parse("--port", "7001")
+    assert (options["model"], options["page_size"]) == (Path("from-environment"), 32)
+    assert (options["port"], options["digest"]) == (7001, False)
+    assert options["max_running_requests"] == 32
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "value"),
+    [
+        (["--model-path", "m2"], "model", Path("m2")),
+        (["--disaggregation-bootstrap-port", "9000"], "port", 9000),
+        (["--disaggregation-transfer-backend", "ucx"], "transfer_backend", "ucx"),
+        (["--max-total-tokens", "1024"], "kv_cache_tokens", 1024),
+    ],
+)
+def test_sglang_names_mean_the_same(args: list[str], name: str, value: object) -> None:
+    assert parse("--model", "m", *args)[name] == value
+
+
+FLAGS = [option for option in engine.params if isinstance(option, click.Option) and option.name != "peers"]
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_every_option_is_the_environment_variable_of_its_name(
+    flag: click.Option, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--page-size` is PD_PAGE_SIZE, says the help of every command: a value that is refused was read."""
+    variable = "PD_" + flag.opts[0].removeprefix("--").replace("-", "_").upper()
+    values = {"dtype": "x", "device": "x", "host": "x", "advertise_host": "x", "ucx_library": "x", "model": "x"}
+    monkeypatch.setenv(variable, values.get(str(flag.name), "certainly not valid"))
+    args = [] if flag.name == "model" else ["--model", "m"]
+    if flag.name in values:
+        assert str(parse(*args)[str(flag.name)]) == "x"
+    else:
+        with pytest.raises(click.UsageError, match="certainly not valid"):
+            parse(*args)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--page-size", "0"],
+        ["--page-size", "65537"],
+        ["--kv-cache-tokens", "0"],
+        ["--max-running-requests", "0"],
+        ["--threads", "0"],
+        ["--port", "65536"],
+        ["--transfer-backend", "carrier-pigeon"],
+        ["--drain-timeout", "-1"],
+        ["--room-retention", "0"],
+        ["--log-level", "loud"],
+    ],
+    ids=" ".join,
+)
+def test_a_setting_out_of_range_is_refused_with_its_name(args: list[str]) -> None:
+    with pytest.raises(click.BadParameter) as raised:
+        parse("--model", "m", *args)
+    assert args[0] in raised.value.format_message()
+
+
+def test_a_model_is_required() -> None:
+    with pytest.raises(click.MissingParameter) as raised:
+        parse()
+    assert "--model" in raised.value.format_message()
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(1, 1), (16, 1), (17, 2), (65536, 4096)])
+def test_a_pool_holds_at_least_the_tokens_that_were_asked_for(tokens: int, pages: int) -> None:
+    options = parse("--model", "m", "--kv-cache-tokens", str(tokens))
+    assert config.pick(ModelConfig, options).num_pages == pages
+
+
+@pytest.mark.parametrize(
+    ("host", "advertise", "expected"),
+    [
+        ("127.0.0.1", None, "127.0.0.1:5"),
+        ("prefill-0.svc", None, "prefill-0.svc:5"),
+        ("0.0.0.0", "10.0.0.7", "10.0.0.7:5"),  # noqa: S104
+        ("10.0.0.7", "prefill-0.svc", "prefill-0.svc:5"),
+        ("::1", None, "[::1]:5"),
+        ("::", "fd00::7", "[fd00::7]:5"),
+        ("::", "[fd00::7]", "[fd00::7]:5"),
+    ],
+)
+def test_the_advertised_address_can_be_connected_to(host: str, advertise: str | None, expected: str) -> None:
+    assert ListenConfig(host, 0, advertise).advertised(5) == expected
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])  # noqa: S104
+def test_a_wildcard_is_replaced_by_this_hosts_own_address(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "192.0.2.9")
+    assert ListenConfig(host, 0, None).advertised(5) == "192.0.2.9:5"
+
+
+@pytest.mark.parametrize("wildcard", ["0.0.0.0", "::", "[::]"])  # noqa: S104
+def test_a_wildcard_is_never_advertised(wildcard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidRequest, match="--advertise-host"):
+        ListenConfig("127.0.0.1", 0, wildcard).advertised(5)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: wildcard)
+    with pytest.raises(InvalidRequest, match="--advertise-host"):
+        ListenConfig("0.0.0.0", 0, None).advertised(5)  # noqa: S104
+
+
+def test_a_host_without_an_address_of_its_own_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: str) -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    with pytest.raises(InvalidRequest, match="--advertise-host"):
+        ListenConfig("0.0.0.0", 0, None).advertised(5)  # noqa: S104
+
+
+@pytest.mark.parametrize(
+    ("given", "host", "port", "target"),
+    [
+        ("127.0.0.1:8998", "127.0.0.1", 8998, "127.0.0.1:8998"),
+        ("prefill-0.svc:1", "prefill-0.svc", 1, "prefill-0.svc:1"),
+        ("[::1]:65535", "::1", 65535, "[::1]:65535"),
+    ],
+)
+def test_an_address_is_host_and_port(given: str, host: str, port: int, target: str) -> None:
+    (address,) = parse("--model", "m", "--peer", given)["peers"]
+    assert address == BootstrapAddress(host, port)
+    assert address.target == target
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "",
+        "host",
+        "host:",
+        ":80",
+        "host:port",
+        "host:0",
+        "host:65536",
+        "host:-1",
+        "host:8 0",
+        "::1",
+        "::1:80",
+        "[::1:80",
+    ],
+)
+def test_what_is_no_address_is_refused_with_what_was_given(wrong: str) -> None:
+    with pytest.raises(click.BadParameter) as raised:
+        parse("--model", "m", "--peer", wrong)
+    assert repr(wrong) in raised.value.message
+
+
+def test_the_router_reads_many_addresses_from_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PD_PREFILL", "a:1 b:2")
+    monkeypatch.setenv("PD_DECODE", "[::1]:3")
+    options = main.make_context("pd-router", []).params
+    assert options["prefills"] == (BootstrapAddress("a", 1), BootstrapAddress("b", 2))
+    assert options["decodes"] == (BootstrapAddress("::1", 3),)
+
+
+def test_the_router_explains_every_option() -> None:
+    shown = CliRunner().invoke(main, ["--help"])
+    assert shown.exit_code == 0
+    for name in ("--prefill", "--decode", "--host", "--http-port", "--grpc-port", "--log-level"):
+        assert name in shown.output
+    assert all(option.help for option in main.params if isinstance(option, click.Option))

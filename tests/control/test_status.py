@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from pd_common.control import server
+from pd_common.control.clients import Connection, GenerationClient
+from pd_common.control.status import CODE_OF_REASON, DOMAIN, from_rpc_error, from_status, to_status
+from pd_common.errors import ERROR_OF_REASON, InternalError, LayoutMismatch, PdError, PeerLost, Reason, RoomInUse
+from tests.control.servicer_scripts import FailingServicer
+from tests.control.serving import LOOPBACK, serving
+
+
+def failing(failure: Exception) -> server.Service:
+    """Generation with two of its methods."""
+    return server.generation(FailingServicer(failure))  # type: ignore[abstract]
+
+
+async def unary(client: GenerationClient) -> None:
+    await client.get_model()
+
+
+async def stream(client: GenerationClient) -> None:
+    received = [outputs async for outputs in client.stream_outputs("s")]
+    raise AssertionError(f"the stream ended well after {received}")
+
+
+CALLS = [pytest.param(unary, id="unary"), pytest.param(stream, id="stream")]
+
+
+def test_every_reason_has_a_code_and_a_class() -> None:
+    assert set(CODE_OF_REASON) == set(Reason)
+    assert set(ERROR_OF_REASON) == set(Reason)
+    assert grpc.StatusCode.OK not in CODE_OF_REASON.values()
+
+
+@pytest.mark.parametrize("cls", ERROR_OF_REASON.values(), ids=lambda cls: cls.__name__)
+def test_an_error_survives_the_wire(cls: type[PdError]) -> None:
+    sent = cls("what a person reads: ä", field="page_size", mine=16, theirs=64)
+    status = status_pb2.Status.FromString(to_status(sent).SerializeToString())
+    got = from_status(status)
+    assert type(got) is cls
+    assert (got.message, got.metadata) == (sent.message, {"field": "page_size", "mine": "16", "theirs": "64"})
+    assert status.code == CODE_OF_REASON[cls.reason].value[0]
+
+
+def status_with(reason: str, domain: str, **metadata: str) -> status_pb2.Status:
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=domain, metadata=metadata))
+    return status_pb2.Status(code=13, message="boom", details=[detail])
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        pytest.param(status_with("INVENTED_LATER", DOMAIN), id="unknown reason"),
+        pytest.param(status_with("ROOM_IN_USE", "example.com"), id="foreign domain"),
+        pytest.param(status_pb2.Status(code=13, message="boom"), id="no details"),
+    ],
+)
+def test_what_cannot_be_understood_is_an_internal_error_with_its_message(status: status_pb2.Status) -> None:
+    error = from_status(status)
+    assert type(error) is InternalError
+    assert error.message == "boom"
+
+
+def test_a_foreign_detail_does_not_hide_our_own() -> None:
+    status = status_with("ROOM_IN_USE", "example.com")
+    status.details.extend(to_status(RoomInUse("room 5 is in use", room=5)).details)
+    assert type(from_status(status)) is RoomInUse
+
+
+@pytest.mark.parametrize("key", ["message", "self"])
+def test_no_metadata_key_of_a_peer_breaks_the_error(key: str) -> None:
+    """I11: names of metadata come from the network, they are not names of our parameters."""
+    error = from_status(status_with("PEER_LOST", DOMAIN, **{key: "value"}))
+    assert type(error) is PeerLost
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_typed_error_arrives_as_the_same_type(call: Callable[[GenerationClient], Any]) -> None:
+    failure = LayoutMismatch("page_size is 16 here", field="page_size", mine=16, theirs=64)
+    async with serving(failing(failure)) as connection:
+        with pytest.raises(LayoutMismatch, match="page_size is 16 here") as raised:
+            await call(GenerationClient(connection))
+    assert raised.value.metadata == {"field": "page_size", "mine": "16", "theirs": "64"}
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_defect_is_answered_without_its_text_and_logged_with_its_traceback(
+    call: Callable[[GenerationClient], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = "the prompt was: my password"  # noqa: S105
+    async with serving(failing(KeyError(secret))) as connection:
+        with pytest.raises(InternalError) as raised:
+            await call(GenerationClient(connection))
+    assert "KeyError" in raised.value.message
+    assert "password" not in str(raised.value) + str(raised.value.metadata)
+    logged = [record for record in caplog.records if record.name.startswith("pd_common") and record.exc_info]
+    assert [record.levelno for record in logged] == [logging.ERROR]
+    assert [type(record.exc_info[1]) for record in logged if record.exc_info] == [KeyError]
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_an_address_where_nobody_listens_is_a_lost_peer(call: Callable[[GenerationClient], Any]) -> None:
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        address = f"{LOOPBACK}:{taken.getsockname()[1]}"
+    connection = Connection(address)
+    with pytest.raises(PeerLost, match=address) as raised:
+        await call(GenerationClient(connection))
+    assert raised.value.metadata == {"peer": address}
+    await connection.close()
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_call_on_a_closed_connection_is_a_lost_peer(call: Callable[[GenerationClient], Any]) -> None:
+    connection = Connection(f"{LOOPBACK}:1")
+    await connection.close()
+    with pytest.raises(PeerLost, match="closed"):
+        await call(GenerationClient(connection))
+
+
+def test_details_that_cannot_be_read_leave_the_status_code_to_speak() -> None:
+    """I11: also an error may come from anybody."""
+    trailing = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff\xff"))
+    malformed = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailing, "no route", "")
+    error = from_rpc_error(malformed, "h:1")
+    assert type(error) is PeerLost
+    assert error.message == "h:1: no route"
+
+
+async def test_a_method_that_does_not_exist_is_an_error_too() -> None:
+    async with serving() as connection:
+        with pytest.raises(InternalError):
+            await GenerationClient(connection).get_model()

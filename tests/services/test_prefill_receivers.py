@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pd_common.errors import (
+    InvalidRequest,
+    LayoutMismatch,
+    PeerLost,
+    ReceiverUnknown,
+    StaleInstance,
+    TransferFailed,
+)
+from pd_common.handoff.chunk import PoolBuffers
+from pd_common.handoff.destination import RemotePool
+from pd_common.transport.base import InboundPort, MemoryRegion, Puts, TransportInfo, WriteReceipt
+from pd_common.types import Instance, KvLayout
+from services.prefill.receivers import UNHELD_S, Receiver, Receivers, check_register_request
+from tests.control.serving import LAYOUT
+
+POOL = RemotePool(PoolBuffers((4096, 8192), (1024, 1024), 4, 16), 65536, 2)
+HERE, THERE = "127.0.0.1:7001", "127.0.0.1:7002"
+FIRST, RESTARTED, OTHER = Instance("d", 1), Instance("d2", 2), Instance("e", 1)
+
+
+class FakeChannel:
+    """Closes when it may."""
+
+    carrier = "cma"
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.closing = asyncio.Event()
+        self.may_close = asyncio.Event()
+        self.may_close.set()
+
+    async def write(self, *groups: Puts) -> WriteReceipt:
+        raise TransferFailed(f"this channel carries nothing, and not {groups}")
+
+    async def close(self) -> None:
+        self.closing.set()
+        await self.may_close.wait()
+        self.closed = True
+
+
+class FakeTransport:
+    """Connects at once; to an address that is in `pending` only when its event is set, and never to `unreachable`."""
+
+    info = TransportInfo("fake", "fake", "0", ())
+
+    def __init__(self) -> None:
+        self.channels: list[FakeChannel] = []
+        self.pending: dict[bytes, asyncio.Event] = {}
+
+    def listen(self, regions: Sequence[MemoryRegion]) -> InboundPort:
+        raise TransferFailed(f"prefill offers no memory, and not {regions}")
+
+    def register(self, region: MemoryRegion) -> None:
+        raise TransferFailed(f"{region} is not needed here")
+
+    async def connect(self, address: bytes) -> FakeChannel:
+        if address == b"unreachable":
+            raise TransferFailed("no route")
+        if address in self.pending:
+            await self.pending[address].wait()
+        self.channels.append(FakeChannel())
+        return self.channels[-1]
+
+    async def close(self) -> None:
+        pass
+
+
+class Prefill:
+    """Receivers, and who was reported lost."""
+
+    def __init__(self) -> None:
+        self.transport = FakeTransport()
+        self.lost: list[Instance] = []
+        self.receivers = Receivers(LAYOUT, self.transport, self._note)
+
+    def _note(self, instance: Instance, error: PeerLost) -> None:
+        assert error.metadata["peer"] in (HERE, THERE)
+        self.lost.append(instance)
+
+    async def register(
+        self, instance: Instance, address: str = HERE, data_address: bytes = b"", layout: KvLayout = LAYOUT
+    ) -> Receiver:
+        return await self.receivers.register(instance, address, layout, POOL, data_address)
+
+    @property
+    def open_channels(self) -> list[FakeChannel]:
+        return [channel for channel in self.transport.channels if not channel.closed]
+
+
+@pytest.fixture
+async def prefill() -> AsyncIterator[Prefill]:
+    prefill = Prefill()
+    yield prefill
+    await prefill.receivers.close()
+    assert prefill.open_channels == []
+
+
+async def soon(awaitable: Any) -> Any:
+    return await asyncio.wait_for(awaitable, 5)
+
+
+async def test_a_registration_can_be_found_by_its_process_alone(prefill: Prefill) -> None:
+    receiver = await prefill.register(FIRST)
+    assert prefill.receivers.get(FIRST) is receiver
+    assert (receiver.pool, receiver.channel) == (POOL, prefill.transport.channels[0])
+    for stranger in (RESTARTED, Instance("d", 2)):
+        with pytest.raises(ReceiverUnknown) as raised:
+            prefill.receivers.get(stranger)
+        assert raised.value.metadata == {"receiver": stranger.instance_id}
+
+
+async def test_a_pool_that_differs_is_refused_by_its_field_before_anything_is_connected(prefill: Prefill) -> None:
+    with pytest.raises(LayoutMismatch) as raised:
+        await prefill.register(FIRST, layout=replace(LAYOUT, page_size=64))
+    assert raised.value.metadata == {"field": "page_size", "mine": "16", "theirs": "64"}
+    assert prefill.transport.channels == []
+
+
+@pytest.mark.parametrize("again", [FIRST, RESTARTED], ids=["the same process", "a later one"])
+async def test_a_registration_replaces_the_one_at_its_address(prefill: Prefill, again: Instance) -> None:
+    first = await prefill.register(FIRST)
+    other = await prefill.register(OTHER, THERE)
+    second = await prefill.register(again)
+    assert prefill.lost == [FIRST]
+    assert prefill.receivers.get(again) is second
+    assert not prefill.receivers.is_current(first)
+    assert prefill.receivers.is_current(other)
+    assert prefill.open_channels == [other.channel, second.channel]
+
+
+async def test_an_earlier_process_is_refused(prefill: Prefill) -> None:
+    receiver = await prefill.register(RESTARTED)
+    with pytest.raises(StaleInstance) as raised:
+        await prefill.register(FIRST)
+    assert raised.value.metadata == {"expected": "2", "got": "1"}
+    assert prefill.receivers.is_current(receiver)
+    assert prefill.open_channels == [receiver.channel]
+
+
+async def test_a_registration_that_cannot_be_reached_changes_nothing(prefill: Prefill) -> None:
+    receiver = await prefill.register(FIRST)
+    with pytest.raises(TransferFailed):
+        await prefill.register(RESTARTED, data_address=b"unreachable")
+    assert prefill.receivers.is_current(receiver)
+    assert prefill.lost == []
+
+
+async def test_a_dropped_registration_is_reported_once(prefill: Prefill) -> None:
+    receiver = await prefill.register(FIRST)
+    await prefill.receivers.drop(receiver, "its connection ended")
+    await prefill.receivers.drop(receiver, "its connection ended")
+    assert prefill.lost == [FIRST]
+    assert prefill.open_channels == []
+    with pytest.raises(ReceiverUnknown):
+        prefill.receivers.get(FIRST)
+
+
+async def test_dropping_a_replaced_registration_does_not_touch_its_successor(prefill: Prefill) -> None:
+    first = await prefill.register(FIRST)
+    second = await prefill.register(FIRST)
+    await prefill.receivers.drop(first, "its connection ended")
+    assert prefill.receivers.get(FIRST) is second
+    assert prefill.open_channels == [second.channel]
+
+
+async def test_only_registrations_that_nobody_holds_run_out(prefill: Prefill) -> None:
+    unheld, held = await prefill.register(FIRST), await prefill.register(OTHER, THERE)
+    held.held = True
+    await prefill.receivers.drop_unheld(unheld.registered_at + UNHELD_S)
+    assert prefill.lost == []
+    await prefill.receivers.drop_unheld(held.registered_at + UNHELD_S + 0.1)
+    assert prefill.lost == [FIRST]
+    assert prefill.receivers.get(OTHER) is held
+
+
+async def test_an_earlier_process_that_connects_slowly_does_not_displace_its_successor(prefill: Prefill) -> None:
+    prefill.transport.pending[b"slow"] = connected = asyncio.Event()
+    late = asyncio.create_task(prefill.register(FIRST, data_address=b"slow"))
+    await asyncio.sleep(0)
+    receiver = await prefill.register(RESTARTED)
+    connected.set()
+    with pytest.raises(StaleInstance):
+        await soon(late)
+    assert prefill.receivers.get(RESTARTED) is receiver
+    assert prefill.open_channels == [receiver.channel]
+
+
+async def test_registrations_at_the_same_time_leave_one_and_no_open_channel_of_another(prefill: Prefill) -> None:
+    await prefill.register(FIRST)
+    (old,) = prefill.transport.channels
+    old.may_close.clear()
+    one = asyncio.create_task(prefill.register(FIRST))
+    await soon(old.closing.wait())
+    other = asyncio.create_task(prefill.register(FIRST))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    old.may_close.set()
+    registered = [await soon(one), await soon(other)]
+    current = [receiver for receiver in registered if prefill.receivers.is_current(receiver)]
+    assert len(current) == 1
+    assert prefill.open_channels == [current[0].channel]
+
+
+@pytest.mark.parametrize(
+    ("buffers", "bases", "slots", "field"),
+    [(2, 1, 1, "buffer_bases"), (0, 1, 1, "buffer_bases"), (2, 2, 0, "metadata_slots")],
+)
+def test_a_registration_that_describes_no_memory_is_refused_by_its_field(
+    buffers: int, bases: int, slots: int, field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        check_register_request(buffers, bases, slots)
+    assert raised.value.metadata == {"field": field}
