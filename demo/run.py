@@ -37,8 +37,7 @@ SERVE_PORTS = Ports(prefill=8998, decode=8999, http=8000, grpc=8001)
 def main(serve: bool, model: Path) -> None:
     """Show the prefill/decode handoff on this machine."""
     console = Console(highlight=False)
-    if console.width < WIDTH:
-        console.width = WIDTH
+    console.width = max(console.width, WIDTH)
     _require(model)
     try:
         if serve:

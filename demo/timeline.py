@@ -43,12 +43,12 @@ def render(spans: Sequence[RecordedSpan]) -> RenderableType:
     """The waterfall and the summary."""
     begin, end = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("process", no_wrap=True)
-    table.add_column("stage", no_wrap=True)
-    table.add_column("at ms", justify="right", no_wrap=True)
-    table.add_column("took", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table.add_column("process", min_width=7)
+    table.add_column("stage", min_width=26)
+    table.add_column("at ms", justify="right", min_width=7)
+    table.add_column("took ms", justify="right", min_width=7)
+    table.add_column("", min_width=_BAR)
+    table.add_column("")
     for span in sorted(spans, key=lambda s: (s.start_ns, -s.end_ns)):
         colour = _COLOUR.get(span.service, "white")
         table.add_row(
@@ -81,13 +81,13 @@ def _details(span: RecordedSpan) -> str:
             return f"{a['tokens']} tokens, to {a['end']}"
         case SpanName.CHUNK_TRANSFER:
             size = float(a["bytes"]) / 1e6
-            return f"{a['pages']} pages, {a['descriptors']} PUTs, {size:.2f} MB, {a['gb_per_s']:.2f} GB/s by {a['carrier']}"
+            return f"{a['pages']} pages, {a['descriptors']} PUTs, {size:.2f} MB, {a['gb_per_s']:.2f} GB/s"
         case SpanName.ALLOCATE:
             return f"{a['pages']} pages for prompt and answer"
         case SpanName.DECODE_STEPS:
             return f"{a.get('tokens', '?')} tokens"
         case SpanName.ROUTE:
-            return f"first token after {a.get('ttft_ms', '?')} ms"
+            return f"first token after {a.get('ttft_ms', 0):.1f} ms"
         case _:
             return str(a.get("error.type", ""))
 
@@ -105,5 +105,5 @@ def _summary(spans: Sequence[RecordedSpan]) -> Text:
     trace = spans[0].trace_id
     return Text(
         f"KV handed over: {pages} pages, {size / 1e6:.2f} MB in {len(writes)} chunks, "
-        f"{size / seconds / 1e9:.2f} GB/s while writing, carried by {carriers}; trace {trace}"
+        f"{size / seconds / 1e9:.2f} GB/s while writing, carried by {carriers}\ntrace {trace}"
     )

@@ -112,9 +112,10 @@ steps.
 
 ## What it can and cannot do
 
-It continues a play: speakers, stage directions, scene headings and lines of mostly real words, with names taken up
-from the prompt. It does not make sense for longer than a phrase, knows no facts and follows no instructions. Sample it
-(temperature 0.8, top-k 50); greedy decoding soon repeats itself. It was not trained beyond 2048 tokens.
+It continues a play: speakers, stage directions and lines of mostly real words, in verse or prose as in the prompt. It
+makes sense for a phrase at a time, invents some words, calls up speakers from other plays as readily as from the
+prompt, knows no facts and follows no instructions. Sample it (temperature 0.8, top-k 50); greedy decoding soon repeats
+itself. It was not trained beyond 2048 tokens.
 
 ## Sample
 

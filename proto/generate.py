@@ -24,7 +24,12 @@ def generate(out: Path) -> None:
     protos = sorted(ROOT.glob("pd/**/*.proto"))
     services = [path for path in protos if "\nservice " in path.read_text()]
     _protoc([f"--python_out={out}", f"--pyi_out={out}"], protos)
-    _protoc([f"--grpc_python_out={out}", f"--mypy_grpc_out=quiet:{out}"], services)
+    # Named by its path, so that the environment it lives in need not be activated.
+    plugin = Path(sys.executable).parent / "protoc-gen-mypy_grpc"
+    _protoc(
+        [f"--grpc_python_out={out}", f"--plugin=protoc-gen-mypy_grpc={plugin}", f"--mypy_grpc_out=quiet:{out}"],
+        services,
+    )
 
 
 def write_image(file: Path) -> None:

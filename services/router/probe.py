@@ -43,7 +43,7 @@ class Prober:
                 await asyncio.wait_for(self._changed.wait(), _AGAIN_S if pairs else None)
 
     def _unproven_pairs(self, turn: int) -> set[Pair]:
-        """Each live worker that is not proven, with a counterpart, a proven one if there is any; it changes with `turn`."""
+        """Each live worker that is not proven with a counterpart, proven if there is one; `turn` changes it."""
         prefills = [worker for worker in self._policy.prefills if worker.is_live]
         decodes = [worker for worker in self._policy.decodes if worker.is_live]
         if not prefills or not decodes:

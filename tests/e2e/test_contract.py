@@ -1,4 +1,4 @@
-"""What a client may rely on: lengths, stop rules, refusals with the same words on every path, rooms, and nothing left behind."""
+"""What a client may rely on: lengths, stop rules, refusals in the same words on every path, rooms."""
 
 from __future__ import annotations
 

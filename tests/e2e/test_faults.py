@@ -1,4 +1,4 @@
-"""Aborts, lost clients, killed processes: the client learns of it at once, the other side goes on, nothing is leaked."""
+"""Aborts, lost clients, killed processes: the client learns of it at once, the other side goes on, nothing leaks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import grpc
 import httpx
@@ -39,7 +40,7 @@ async def client(pair: Cluster) -> AsyncIterator[Client]:
         yield client
 
 
-async def expect_error(answer: "asyncio.Task[object]") -> grpc.aio.AioRpcError:
+async def expect_error(answer: asyncio.Task[Any]) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await answer
     return caught.value
@@ -99,7 +100,7 @@ async def test_an_http_client_that_goes_away_ends_both_sides(client: Client) -> 
 
 
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
-async def test_a_killed_process_is_told_at_once_and_replaced_without_a_restart_of_the_other(
+async def test_a_killed_process_is_told_of_at_once_and_the_other_side_serves_its_successor(
     client: Client, victim: str
 ) -> None:
     running = client.cluster

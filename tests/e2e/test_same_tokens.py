@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.e2e.harness import long_model, running_cluster, client_of
+from tests.e2e.harness import client_of, long_model, running_cluster
 from tests.engine.oracle import Oracle
 from tests.tiny_models import VOCAB_SIZE
 

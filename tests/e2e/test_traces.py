@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -36,7 +37,7 @@ def of_name(spans: list[RecordedSpan], name: SpanName) -> list[RecordedSpan]:
 
 async def trace_of(client: Client, collector: Collector, room: int) -> list[RecordedSpan]:
     spans = collector.wait_for(room, timeline.EXPECTED, timeout_s=10)
-    assert timeline.EXPECTED <= {span.name for span in spans}
+    assert {span.name for span in spans} >= timeline.EXPECTED
     return spans
 
 
@@ -77,7 +78,7 @@ async def test_decodes_stages_follow_each_other_without_a_gap(pair: Cluster, col
     stages = [span for span in spans if span.parent_id == root.span_id]
     names = ["PEERING", "PREALLOC_WAIT", "ALLOCATE", "TRANSFER_WAIT", "GATE", "FIRST_TOKEN", "DECODE_STEPS"]
     assert [span.name for span in stages] == [SpanName[name] for name in names]
-    for before, after in zip(stages, stages[1:], strict=False):
+    for before, after in itertools.pairwise(stages):
         assert before.end_ns == after.start_ns
 
 

@@ -13,8 +13,7 @@ import pytest
 from pd_common.engine.batch import Batch, BatchItem
 from pd_common.engine.request import Sequence
 from pd_common.errors import InvalidRequest
-from pd_common.generation import ChatMessage
-from pd_common.generation import ModelInfo
+from pd_common.generation import ChatMessage, ModelInfo
 from pd_common.types import BufferKind
 from tests.engine.conftest import LoadEngine, load_directory
 from tests.engine.loop import generate_alone, make_request

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import asyncio
+
+from pd_common.control.clients import Connection, GenerationClient
+from pd_common.types import BootstrapAddress
+from tests.control.fake_rooms import MODEL
+from tests.control.serving import LOOPBACK
+
+DELAY_S = 0.25
+
+
+class SlowLink:
+    """A way to another address on which every byte takes a while."""
+
+    def __init__(self, target: str) -> None:
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
+        self._pumps: list[asyncio.Task[None]] = []
+
+    async def start(self) -> BootstrapAddress:
+        self._server = await asyncio.start_server(self._relay, LOOPBACK, 0)
+        return BootstrapAddress(LOOPBACK, self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        self._server.close()
+        await asyncio.gather(*self._pumps)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            self._pumps.append(asyncio.create_task(self._pump(source, sink)))
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            await asyncio.sleep(DELAY_S)
+            sink.write(data)
+        sink.close()
+
+
+async def test_a_slow_network_is_not_a_lost_peer(engine: Connection) -> None:
+    link = SlowLink(engine.address)
+    connection = Connection((await link.start()).target)
+    assert await GenerationClient(connection).get_model() == MODEL
+    await connection.close()
+    await link.stop()
