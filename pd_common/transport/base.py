@@ -122,5 +122,8 @@ class Transport(Protocol):
 
         """
 
+    async def watch(self) -> None:
+        """Waits for a defect that has broken the transport as a whole, and raises it; otherwise it never returns."""
+
     async def close(self) -> None:
         """Releases every endpoint, worker, region and thread."""

@@ -116,6 +116,9 @@ class LoopbackTransport:
         """All regions known so far."""
         return self._registered
 
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
     async def close(self) -> None:
         self._closed = True
         for channel in self._channels:

@@ -87,7 +87,7 @@ async def serve(options: dict[str, Any]) -> None:
     own = OwnMemory(instance, address, engine.layout, pool, regions, metadata)
     prefills = Prefills(own, transport, service.prefill_lost)
     service.use(prefills)
-    async with process.background(scheduler.run(), service.reap()):
+    async with process.background(scheduler.run(), service.reap(), transport.watch()):
         await control.set_serving(True)
         process.announce(f"pd-decode serves {engine.model_info.name} on {address}", transport.info)
         await server.until_signal()

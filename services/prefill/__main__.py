@@ -102,7 +102,7 @@ async def serve(options: dict[str, Any]) -> None:
         RankInfo(instance, Role.PREFILL, RankPosition(), address, engine.layout), BootstrapClient(directory)
     )
     lease_s = await membership.join()
-    async with process.background(scheduler.run(), service.reap(), membership.stay(lease_s)):
+    async with process.background(scheduler.run(), service.reap(), membership.stay(lease_s), transport.watch()):
         await control.set_serving(True)
         process.announce(f"pd-prefill serves {engine.model_info.name} on {address}", transport.info)
         await server.until_signal()

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from opentelemetry import context as otel_context
@@ -11,7 +10,6 @@ from opentelemetry import trace
 
 from pd_common.errors import (
     CapacityExceeded,
-    InvalidRequest,
     NoWorkers,
     PdError,
     PeerLost,
@@ -21,10 +19,9 @@ from pd_common.errors import (
 )
 from pd_common.generation import ChatMessage, ClientRequest, Output, SamplingParams
 from pd_common.telemetry import spans
-from pd_common.types import BootstrapAddress, BootstrapRoom, Role
+from pd_common.types import BootstrapRoom, Role
 from services.router.dispatch import Dispatcher
 from services.router.policy import LeastRooms
-from services.router.worker import Worker
 from tests.control.fake_rooms import MODEL
 from tests.services.engine_server import (
     Cluster,
@@ -343,30 +340,3 @@ async def test_text_needs_only_one_live_worker(cluster: Cluster, dispatcher: Dis
     await until_lost(cluster.decodes[0], cluster.changed)
     assert await dispatcher.tokenize_text("ab") == (97, 98)
     await decode.start()
-
-
-# --- nobody there ---
-
-
-async def test_without_workers_the_error_says_what_is_the_matter_with_each() -> None:
-    changed = asyncio.Event()
-    prefill = Worker(Role.PREFILL, BootstrapAddress("p", 1), changed)
-    decode = Worker(Role.DECODE, BootstrapAddress("d", 2), changed)
-    dispatcher = Dispatcher(LeastRooms([prefill], [decode]))
-    assert not dispatcher.is_ready
-    assert dispatcher.not_ready_reason() == "p:1: not connected yet; d:2: not connected yet"
-    with pytest.raises(NoWorkers, match="no usable prefill: p:1: not connected yet") as raised:
-        await anext(dispatcher.generate(REQUEST))
-    assert raised.value.metadata == {"role": "prefill"}
-    calls: list[Any] = [dispatcher.model(), dispatcher.tokenize_text("a")]
-    for call in calls:
-        with pytest.raises(NoWorkers, match="d:2: not connected yet"):
-            await call
-    for worker in (prefill, decode):
-        await worker.stop()
-
-
-async def test_a_prefill_that_the_router_does_not_know_is_refused(dispatcher: Dispatcher) -> None:
-    request = replace(REQUEST, bootstrap=BootstrapAddress("elsewhere", 8998))
-    with pytest.raises(InvalidRequest, match="elsewhere:8998"):
-        await anext(dispatcher.generate(request))

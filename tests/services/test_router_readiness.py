@@ -12,10 +12,11 @@ from pd_common.control.clients import Connection
 from pd_common.control.server import ControlServer
 from pd_common.errors import CapacityExceeded, InvalidRequest, NoWorkers, TransferFailed
 from pd_common.generation import ClientRequest, SamplingParams
-from pd_common.types import BootstrapAddress, BootstrapRoom
+from pd_common.types import BootstrapAddress, BootstrapRoom, Role
 from services.router.dispatch import Dispatcher
 from services.router.policy import LeastRooms
 from services.router.probe import Prober
+from services.router.worker import Worker
 from tests.control.fake_rooms import MODEL
 from tests.control.serving import LOOPBACK
 from tests.services.engine_server import Cluster, EngineServer, ending, piece, soon
@@ -122,6 +123,27 @@ async def test_a_prefill_can_be_asked_for_by_its_address(make: Make) -> None:
     with pytest.raises(InvalidRequest) as raised:
         router.policy.pick(BootstrapAddress("elsewhere", 1))
     assert raised.value.metadata == {"field": "bootstrap_host"}
+
+
+# --- nobody there ---
+
+
+async def test_without_workers_the_error_says_what_is_the_matter_with_each() -> None:
+    changed = asyncio.Event()
+    prefill = Worker(Role.PREFILL, BootstrapAddress("p", 1), changed)
+    decode = Worker(Role.DECODE, BootstrapAddress("d", 2), changed)
+    dispatcher = Dispatcher(LeastRooms([prefill], [decode]))
+    assert not dispatcher.is_ready
+    assert dispatcher.not_ready_reason() == "p:1: not connected yet; d:2: not connected yet"
+    with pytest.raises(NoWorkers, match="no usable prefill: p:1: not connected yet") as raised:
+        await anext(dispatcher.generate(REQUEST))
+    assert raised.value.metadata == {"role": "prefill"}
+    calls: list[Any] = [dispatcher.model(), dispatcher.tokenize_text("a")]
+    for call in calls:
+        with pytest.raises(NoWorkers, match="d:2: not connected yet"):
+            await call
+    for worker in (prefill, decode):
+        await worker.stop()
 
 
 # --- Prober ---

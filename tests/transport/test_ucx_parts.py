@@ -148,6 +148,8 @@ def test_a_defect_on_the_thread_reaches_everyone_who_waits() -> None:
     added = thread.submit(lambda: thread.add(broken))
     assert isinstance(broken.error.result(timeout=20), InternalError)
     added.result(timeout=20)
+    with pytest.raises(InternalError, match="progress thread died"):
+        thread.died.result(timeout=20)
     with pytest.raises(InternalError):
         thread.submit(lambda: None).result(timeout=20)
     assert not thread.closed
@@ -161,5 +163,6 @@ def test_a_stopped_thread_refuses_commands() -> None:
     thread.stop()
     thread.stop()
     assert thread.closed
+    assert not thread.died.done()
     with pytest.raises(TransferFailed):
         thread.submit(lambda: 7).result(timeout=20)

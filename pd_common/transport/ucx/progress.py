@@ -62,6 +62,8 @@ class ProgressThread:
         self._lock = threading.Lock()
         self._stopped: PdError | None = None
         self._stopping = False
+        self.died: Future[None] = Future()
+        """Done only with the defect that ended the thread."""
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
@@ -148,6 +150,7 @@ class ProgressThread:
         except Exception as defect:  # noqa: BLE001 - a defect on this thread must reach all who wait
             _log.exception("the UCX progress thread died")
             error = InternalError(f"the UCX progress thread died: {defect}")
+            self.died.set_exception(error)
         with self._lock:
             self._stopped = error
         for driven in self.driven:

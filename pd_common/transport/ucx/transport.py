@@ -92,6 +92,9 @@ class UcxTransport:
             raise
         return channel
 
+    async def watch(self) -> None:
+        await asyncio.shield(asyncio.wrap_future(self._thread.died))
+
     async def close(self) -> None:
         if self._thread.closed:
             return
