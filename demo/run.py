@@ -26,7 +26,7 @@ MODEL = HERE / "shakespeare"
 ENGINE_FLAGS = ("--threads", "1", "--page-size", "16", "--kv-cache-tokens", "16384")
 PREFILL_FLAGS = ("--chunked-prefill-size", "256")
 ANSWER_TOKENS = 120
-WIDTH = 118
+WIDTH = 120
 """Columns that the timeline needs; a narrower terminal wraps lines, which is better than losing them."""
 SERVE_PORTS = Ports(prefill=8998, decode=8999, http=8000, grpc=8001)
 
@@ -80,7 +80,8 @@ def run_serve(console: Console, model: Path) -> None:
             f"router   http://{LOOPBACK}:{ports.http}   gRPC {LOOPBACK}:{ports.grpc}\n\n"
             f"curl -s http://{LOOPBACK}:{ports.http}/generate -d "
             '\'{"text": "ROMEO.\\n", "sampling_params": {"max_new_tokens": 60, "temperature": 0.8}}\'\n\n'
-            "Ctrl-C stops all three."
+            "Ctrl-C stops all three.",
+            soft_wrap=True,
         )
         watch_until_signal(running)
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from demo.collector import RecordedSpan
 from pd_common.telemetry.spans import SpanName
 
-_BAR = 24
+_BAR = 20
 
 _WHAT: dict[str, str] = {
     SpanName.ROUTE: "whole request",
@@ -44,7 +44,7 @@ def render(spans: Sequence[RecordedSpan]) -> RenderableType:
     begin, end = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("process", min_width=7)
-    table.add_column("stage", min_width=26)
+    table.add_column("stage", min_width=27)
     table.add_column("at ms", justify="right", min_width=7)
     table.add_column("took ms", justify="right", min_width=7)
     table.add_column("", min_width=_BAR)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from pd_common.control.clients import Connection, GenerationClient
 from pd_common.types import BootstrapAddress
@@ -16,26 +17,36 @@ class SlowLink:
     def __init__(self, target: str) -> None:
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
-        self._pumps: list[asyncio.Task[None]] = []
+        self._relays: list[asyncio.Task[None]] = []
 
     async def start(self) -> BootstrapAddress:
-        self._server = await asyncio.start_server(self._relay, LOOPBACK, 0)
+        self._server = await asyncio.start_server(self._accept, LOOPBACK, 0)
         return BootstrapAddress(LOOPBACK, self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
         self._server.close()
-        await asyncio.gather(*self._pumps)
+        for relay in self._relays:
+            relay.cancel()
+        await asyncio.gather(*self._relays, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._relays.append(asyncio.create_task(self._relay(reader, writer)))
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
-        for source, sink in ((reader, far_writer), (far_reader, writer)):
-            self._pumps.append(asyncio.create_task(self._pump(source, sink)))
+        try:
+            await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+        finally:
+            for end in (writer, far_writer):
+                end.close()
+                with suppress(OSError):
+                    await end.wait_closed()
 
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        while data := await source.read(65536):
-            await asyncio.sleep(DELAY_S)
-            sink.write(data)
-        sink.close()
+
+async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    while data := await source.read(65536):
+        await asyncio.sleep(DELAY_S)
+        sink.write(data)
 
 
 async def test_a_slow_network_is_not_a_lost_peer(engine: Connection) -> None:
