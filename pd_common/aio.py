@@ -53,7 +53,11 @@ class RoomTask:
             _log.exception("a room failed unexpectedly")
             error = InternalError(f"internal error: {type(defect).__name__}")
         self._concluding = True
-        await conclude(error)
+        try:
+            await conclude(error)
+        except Exception:
+            _log.exception("a room could not be concluded")
+            raise
 
 
 async def drain_tasks(tasks: Sequence[RoomTask], timeout_s: float) -> None:

@@ -264,17 +264,25 @@ def sampling_from(message: generation_pb2.SamplingParams) -> SamplingParams:
 
 
 def request_to(request: GenerationRequest) -> generation_pb2.GenerateRequest:
-    return generation_pb2.GenerateRequest(
-        bootstrap_room=request.room,
-        bootstrap_host=request.bootstrap.host,
-        bootstrap_port=request.bootstrap.port,
-        rid=request.rid,
-        input_ids=generation_pb2.TokenIds(ids=request.prompt),
-        sampling_params=sampling_to(request.sampling),
-        return_logprob=request.return_logprob,
-        top_logprobs_num=request.top_logprobs,
-        timeout=duration_to(request.timeout_s),
-    )
+    """The request for the wire.
+
+    Raises:
+        InvalidRequest: a number or a text that the wire cannot carry, for example a token id above 2^32.
+    """
+    try:
+        return generation_pb2.GenerateRequest(
+            bootstrap_room=request.room,
+            bootstrap_host=request.bootstrap.host,
+            bootstrap_port=request.bootstrap.port,
+            rid=request.rid,
+            input_ids=generation_pb2.TokenIds(ids=request.prompt),
+            sampling_params=sampling_to(request.sampling),
+            return_logprob=request.return_logprob,
+            top_logprobs_num=request.top_logprobs,
+            timeout=duration_to(request.timeout_s),
+        )
+    except ValueError as error:  # an encoding error is one of these too
+        raise InvalidRequest(f"the request holds what cannot be sent: {error}") from error
 
 
 def request_from(message: generation_pb2.GenerateRequest, prompt: Sequence[int]) -> GenerationRequest:

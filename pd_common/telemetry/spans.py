@@ -92,6 +92,12 @@ class RoomTrace:
         self._stage = start(name, self._room, self.context, start_ns=now, **attributes)
         return self._stage
 
+    def leave(self) -> None:
+        """Ends the stage; the next one, if any, begins later."""
+        if self._stage is not None:
+            self._stage.end()
+            self._stage = None
+
     def record(self, name: SpanName, start_ns: int, end_ns: int, **attributes: str | float) -> None:
         """A child that is over already, beside the stages."""
         start(name, self._room, self.context, start_ns=start_ns, **attributes).end(end_ns)

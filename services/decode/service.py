@@ -164,11 +164,11 @@ class DecodeService:
     async def _serve(self, room: _Room) -> None:
         request, trace = room.request, room.trace
         trace.enter(SpanName.PEERING)
-        prefill = await self._prefills.pair_with(request.bootstrap)
+        await self._prefills.pair_with(request.bootstrap)
         trace.enter(SpanName.PREALLOC_WAIT)
         room.allocation = allocation = await self._prealloc.acquire(self._pages_for(request))
         trace.enter(SpanName.ALLOCATE, pages=len(allocation.pages))
-        receiver = await self._offer(room, prefill, allocation)
+        receiver = await self._offer(room, allocation)
         trace.enter(SpanName.TRANSFER_WAIT)
         await room.reported
         trace.enter(SpanName.GATE)
@@ -176,8 +176,9 @@ class DecodeService:
         trace.enter(SpanName.FIRST_TOKEN)
         await self._write_answer(room, allocation, metadata)
 
-    async def _offer(self, room: _Room, prefill: Prefill, allocation: Allocation) -> KVReceiver:
+    async def _offer(self, room: _Room, allocation: Allocation) -> KVReceiver:
         """Publishes the prompt's pages. A prefill that has restarted, or forgotten this decode, is paired anew once."""
+        prefill = await self._prefills.pair_with(room.request.bootstrap)
         try:
             return await self._offer_to(room, prefill, allocation)
         except (StaleInstance, ReceiverUnknown) as refused:
@@ -199,10 +200,13 @@ class DecodeService:
         )
         receiver = KVReceiver(request.room, offer, self._pool, self._metadata, with_digest=self._with_digest)
         room.offered_to = prefill
-        self.transfers.advance(request.room, TransferState.WAITING_FOR_INPUT, now, peer=prefill.instance)
+        # Before the call, whose answer a report may overtake; whose room it is, is settled once the offer is accepted.
+        self.transfers.advance(request.room, TransferState.WAITING_FOR_INPUT, now)
         await prefill.client.allocate_pages(
             request.room, prefill.instance, offer, transfer.deadline_s - now, room.trace.context
         )
+        state = self.transfers.get(request.room).state
+        self.transfers.advance(request.room, state, time.monotonic(), peer=prefill.instance)
         return receiver
 
     async def _commit(self, room: _Room, receiver: KVReceiver) -> HandoffMetadata:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
+from typing import Any
 
 from opentelemetry.context import Context
 
@@ -13,7 +15,15 @@ from pd_common.control.outputs import OutputHub
 from pd_common.control.servicers import PoolStatus, TransferReport
 from pd_common.engine.engine import Engine
 from pd_common.engine.request import Sequence, validate_request
-from pd_common.errors import InternalError, PdError, PeerLost, ShuttingDown, TransferFailed
+from pd_common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    PdError,
+    PeerLost,
+    PromptMismatch,
+    ShuttingDown,
+    TransferFailed,
+)
 from pd_common.generation import FinishReason, GenerationRequest, Output, Usage
 from pd_common.handoff.chunk import ChunkPlanner, PoolBuffers, TransferKVChunk
 from pd_common.handoff.destination import Destination, Offer
@@ -103,21 +113,34 @@ class PrefillService:
         now = time.monotonic()
         deadline_s = now + request.timeout_s
         digest = digest_prompt(request.prompt)
-        self.transfers.join_request(request.room, rid=request.rid, prompt_digest=digest, deadline_s=deadline_s, now=now)
-        trace = RoomTrace(SpanName.PREFILL, request.room, parent, prompt_tokens=len(request.prompt), rid=request.rid)
-        room = _Room(leg, trace, asyncio.get_running_loop().create_future())
-        offered = self._offered.pop(request.room, None)
+        try:
+            self.transfers.join_request(
+                request.room, rid=request.rid, prompt_digest=digest, deadline_s=deadline_s, now=now
+            )
+        except PromptMismatch as mismatch:
+            self._start(leg, parent, _refused(mismatch))  # it is decode that has to be told
+            raise
+        self._start(leg, parent)
+
+    def _start(self, leg: GenerationRequest, parent: Context, refusal: Coroutine[Any, Any, None] | None = None) -> None:
+        number = leg.room
+        trace = RoomTrace(SpanName.PREFILL, number, parent, prompt_tokens=len(leg.prompt), rid=leg.rid)
+        room = self._rooms[number] = _Room(leg, trace, asyncio.get_running_loop().create_future())
+        offered = self._offered.pop(number, None)
         if offered is not None:
             room.destination.set_result(offered)
-        self._rooms[request.room] = room
-        room.task = RoomTask(self._hand_off(room), lambda error: self._conclude(room, error))
+        room.task = RoomTask(refusal or self._hand_off(room), lambda error: self._conclude(room, error))
 
     def offer(self, number: BootstrapRoom, offer: Offer, receiver: Receiver, time_left_s: float) -> TransferState:
         """Decode's pages for a room; its request may come later. Raises as `join_offer` and `Destination` do."""
         destination = Destination(offer, receiver.pool, receiver.channel)
         now = time.monotonic()
         known = self.transfers.find(number)
-        transfer = self.transfers.join_offer(number, offer, deadline_s=now + time_left_s, now=now)
+        try:
+            transfer = self.transfers.join_offer(number, offer, deadline_s=now + time_left_s, now=now)
+        except PromptMismatch as mismatch:
+            self.abandon(number, mismatch)
+            raise
         room = self._rooms.get(number)
         if known is not None and known.offer is not None:
             return transfer.state
@@ -178,13 +201,13 @@ class PrefillService:
 
     async def _begin(self, room: _Room, destination: Destination, receiver: Receiver) -> _Work:
         """Takes a metadata slot and a place in the compute queue."""
+        number, offer = room.request.room, destination.offer
+        planner = ChunkPlanner(number, offer.prompt_tokens, self._source.page_size, offer.decode_prefix_len)
         await self._free_slots.acquire()
         slot = self._metadata.alloc()
         if slot is None:
             raise InternalError("the semaphore and the metadata slots disagree")
-        number, offer = room.request.room, destination.offer
         sender = KVSender(number, self._source, destination, self._metadata, slot, with_digest=self._with_digest)
-        planner = ChunkPlanner(number, offer.prompt_tokens, self._source.page_size, offer.decode_prefix_len)
         return _Work(self._scheduler.enqueue(Sequence(room.request)), slot, sender, planner, receiver)
 
     async def _compute_and_send(self, room: _Room, work: _Work) -> tuple[TransferKVChunk, HandoffMetadata]:
@@ -213,7 +236,12 @@ class PrefillService:
 
     async def _send_and_report(self, room: _Room, work: _Work, chunk: TransferKVChunk) -> None:
         await self._send(room, work, chunk, None)
-        await self._report(room, work.receiver, TransferState.TRANSFERRING, work.sender.progress)
+        try:
+            state, failure = await self._report(room, work.receiver, TransferState.TRANSFERRING, work.sender.progress)
+        except (PeerLost, DeadlineExceeded):
+            return  # a lost word on progress harms nothing: the last report is repeated until it is answered
+        if state is TransferState.FAILED:
+            raise self._given_up(room, state, failure)
 
     async def _send(self, room: _Room, work: _Work, chunk: TransferKVChunk, metadata: HandoffMetadata | None) -> None:
         number, began_ns = room.request.room, now_ns()
@@ -247,14 +275,17 @@ class PrefillService:
         while True:
             try:
                 state, failure = await self._report(room, work.receiver, TransferState.SUCCESS, work.sender.progress)
-            except PeerLost:
+            except (PeerLost, DeadlineExceeded):
                 await asyncio.sleep(_REPORT_AGAIN_S)
                 continue
             if state is TransferState.SUCCESS:
                 self.transfers.advance(room.request.room, TransferState.SUCCESS, time.monotonic())
                 return
-            room.decode_told = True
-            raise failure or TransferFailed(f"decode holds the room in state {state.name}", room=room.request.room)
+            raise self._given_up(room, state, failure)
+
+    def _given_up(self, room: _Room, state: TransferState, failure: PdError | None) -> PdError:
+        room.decode_told = True
+        return failure or TransferFailed(f"decode holds the room in state {state.name}", room=room.request.room)
 
     async def _conclude(self, room: _Room, error: PdError | None) -> None:
         number = room.request.room
@@ -322,3 +353,7 @@ class PrefillService:
         validate_request(request, self._engine.limits, holds_answer=False)
         sampling = replace(request.sampling, max_new_tokens=1)
         return replace(request, sampling=sampling)
+
+
+async def _refused(error: PdError) -> None:
+    raise error

@@ -13,7 +13,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace as otel_trace
 from opentelemetry.context import Context
 
-from pd_common.errors import NoWorkers, PdError, RoomInUse
+from pd_common.errors import ClientCancelled, NoWorkers, PdError, RoomInUse
 from pd_common.generation import ChatMessage, ClientRequest, GenerationRequest, ModelInfo, Output
 from pd_common.telemetry import spans
 from pd_common.telemetry.spans import RoomTrace, SpanName
@@ -95,6 +95,7 @@ class Dispatcher:
                 leg.close(room)
             self._open.discard(room)
             if not ended:
+                error = error or ClientCancelled("the client went away", room=room)
                 self._abort(legs, room, error)
             trace.end(error)
 
@@ -103,16 +104,15 @@ class Dispatcher:
         answers = await asyncio.gather(
             *(leg.submit(request, spans.inside(stage)) for leg in legs), return_exceptions=True
         )
-        stage.end()
         for answer in reversed(answers):  # decode's word first: it knows the whole answer's needs
             if answer is not None:
                 raise answer
+        trace.leave()
 
-    def _abort(self, legs: Sequence[Worker], room: BootstrapRoom, error: PdError | None) -> None:
+    def _abort(self, legs: Sequence[Worker], room: BootstrapRoom, error: PdError) -> None:
         """Ends both legs without keeping the client waiting; the tasks are held until they are done."""
-        message = error.message if error is not None else "the client went away"
         for leg in legs:
-            task = asyncio.create_task(leg.abort(room, message))
+            task = asyncio.create_task(leg.abort(room, error.message))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 

@@ -70,6 +70,9 @@ class FakeTransport:
         self.channels.append(FakeChannel())
         return self.channels[-1]
 
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
     async def close(self) -> None:
         pass
 
