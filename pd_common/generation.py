@@ -55,11 +55,15 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of a sampled token under the unmodified model, with the most likely alternatives."""
+    """Natural-log probability of a token under the unmodified model; `top` are the most likely ones in its place.
+
+    `text` is the token by itself, filled in where the answer's text is made; a part of a character shows as U+FFFD.
+    """
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[TokenLogprob, ...] = ()
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -365,9 +365,12 @@ def output_from(message: generation_pb2.Output) -> Output:
 
 
 def _logprob_to(logprob: TokenLogprob) -> generation_pb2.TokenLogprob:
-    top = [generation_pb2.TopLogprob(token_id=token, logprob=value) for token, value in logprob.top]
-    return generation_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, top=top)
+    top = [
+        generation_pb2.TopLogprob(token_id=each.token_id, logprob=each.logprob, text=each.text) for each in logprob.top
+    ]
+    return generation_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, text=logprob.text, top=top)
 
 
 def _logprob_from(message: generation_pb2.TokenLogprob) -> TokenLogprob:
-    return TokenLogprob(message.token_id, message.logprob, tuple((t.token_id, t.logprob) for t in message.top))
+    top = tuple(TokenLogprob(each.token_id, each.logprob, text=each.text) for each in message.top)
+    return TokenLogprob(message.token_id, message.logprob, top, message.text)

@@ -5,6 +5,8 @@ Knows no engine step and no network.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pd_common.engine.detokenizer import Decode, Detokenizer
 from pd_common.generation import FinishReason, GenerationRequest, Output, SamplingParams, TokenLogprob, Usage
 
@@ -25,6 +27,7 @@ class AnswerBuilder:
         """`decode` is None for a model without tokenizer: then all text is empty."""
         self._request = request
         self._stop_token_ids = _stop_token_ids(request.sampling, eos_token_ids)
+        self._decode = decode
         self._text = (
             None if decode is None else _StoppableText(Detokenizer(decode, request.prompt), request.sampling.stop)
         )
@@ -70,11 +73,18 @@ class AnswerBuilder:
             room=self._request.room,
             token_ids=(token_id,),
             text=text,
-            logprobs=() if logprob is None else (logprob,),
+            logprobs=() if logprob is None else (self._with_text(logprob),),
             finish=finish,
             matched_stop=matched_stop,
             usage=usage,
         )
+
+    def _with_text(self, logprob: TokenLogprob) -> TokenLogprob:
+        """Each token's own text, here where there is a tokenizer."""
+        if self._decode is None:
+            return logprob
+        top = tuple(replace(each, text=self._decode([each.token_id])) for each in logprob.top)
+        return replace(logprob, top=top, text=self._decode([logprob.token_id]))
 
 
 class _StoppableText:

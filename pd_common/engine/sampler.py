@@ -114,7 +114,7 @@ def _logprobs(logits: torch.Tensor, draws: Sequence[Draw], chosen: Sequence[int]
     values, token_ids = logprobs.topk(min(max(wanted.values()), logprobs.shape[-1]), dim=-1)
     own = logprobs.gather(-1, torch.tensor([[chosen[index]] for index in wanted], device=logits.device))
     return {
-        index: TokenLogprob(chosen[index], float(mine[0]), tuple(zip(ids[:count], alternatives[:count], strict=True)))
+        index: TokenLogprob(chosen[index], float(mine[0]), tuple(map(TokenLogprob, ids[:count], alternatives[:count])))
         for (index, count), mine, ids, alternatives in zip(
             wanted.items(), own.tolist(), token_ids.tolist(), values.tolist(), strict=True
         )

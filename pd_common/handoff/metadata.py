@@ -231,9 +231,9 @@ def _set_logprob(row: NDArray[np.void], logprob: TokenLogprob) -> None:
     row["output_token_logprobs_val"] = logprob.logprob
     row["output_token_logprobs_idx"] = logprob.token_id
     row["output_top_logprobs_len"] = len(logprob.top)
-    for place, (token_id, value) in enumerate(logprob.top):
-        row["output_top_logprobs_idx"][place] = token_id
-        row["output_top_logprobs_val"][place] = value
+    for place, top in enumerate(logprob.top):
+        row["output_top_logprobs_idx"][place] = top.token_id
+        row["output_top_logprobs_val"][place] = top.logprob
 
 
 def _get_logprob(row: NDArray[np.void]) -> TokenLogprob | None:
@@ -246,5 +246,5 @@ def _get_logprob(row: NDArray[np.void]) -> TokenLogprob | None:
     return TokenLogprob(
         token_id=int(row["output_token_logprobs_idx"][0]),
         logprob=float(row["output_token_logprobs_val"][0]),
-        top=tuple(zip(top_ids.tolist(), top_values.tolist(), strict=True)),
+        top=tuple(map(TokenLogprob, top_ids.tolist(), top_values.tolist())),
     )

@@ -171,7 +171,7 @@ class GenerateExchange:
             "bootstrap_room": answer.room,
         }
         if self.request.return_logprob:
-            meta_info["output_token_logprobs"] = [_logprob(token.token_id, token.logprob) for token in answer.logprobs]
+            meta_info["output_token_logprobs"] = [_logprob(token) for token in answer.logprobs]
         if self.request.top_logprobs:
             meta_info["output_top_logprobs"] = [_top_logprobs(token) for token in answer.logprobs]
         if answer.ending is not None:
@@ -194,9 +194,9 @@ def _finish_reason(ending: Ending) -> Json:
     return {"type": ending.finish.value, "matched": ending.matched_stop}
 
 
-def _logprob(token_id: int, logprob: float) -> Sequence[object]:
-    return finite(logprob), token_id, None
+def _logprob(token: TokenLogprob) -> Sequence[object]:
+    return finite(token.logprob), token.token_id, None
 
 
 def _top_logprobs(token: TokenLogprob) -> list[Sequence[object]]:
-    return [_logprob(token_id, logprob) for token_id, logprob in token.top]
+    return [_logprob(each) for each in token.top]

@@ -94,6 +94,9 @@ class Style(Protocol):
     def logprobs(self, tokens: Sequence[TokenLogprob]) -> Json: ...
 
 
+_PART_OF_A_CHARACTER = "\ufffd"
+
+
 @dataclass(frozen=True, slots=True)
 class TextStyle:
     """/v1/completions."""
@@ -112,9 +115,9 @@ class TextStyle:
         return {"text": text}
 
     def logprobs(self, tokens: Sequence[TokenLogprob]) -> Json:
-        """Without text_offset: the text that a single token stands for is not known here."""
+        """Without text_offset: characters that several tokens make together have no place of their own."""
         return {
-            "tokens": [_token(token.token_id) for token in tokens],
+            "tokens": [_token(token) for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
             "top_logprobs": [_top_logprobs(token) for token in tokens],
         }
@@ -143,21 +146,25 @@ class ChatStyle:
 
 def _top_logprobs(token: TokenLogprob) -> Json:
     """The most likely tokens, and always the one that was taken."""
-    return {_token(token_id): finite(logprob) for token_id, logprob in (*token.top, (token.token_id, token.logprob))}
+    return {_token(each): finite(each.logprob) for each in (*token.top, token)}
 
 
 def _chat_token(token: TokenLogprob) -> Json:
-    top = [_chat_logprob(token_id, logprob) for token_id, logprob in token.top]
-    return _chat_logprob(token.token_id, token.logprob) | {"top_logprobs": top}
+    return _chat_logprob(token) | {"top_logprobs": [_chat_logprob(each) for each in token.top]}
 
 
-def _chat_logprob(token_id: int, logprob: float) -> Json:
-    return {"token": _token(token_id), "logprob": finite(logprob), "bytes": None}
+def _chat_logprob(token: TokenLogprob) -> Json:
+    whole = token.text and _PART_OF_A_CHARACTER not in token.text
+    return {
+        "token": _token(token),
+        "logprob": finite(token.logprob),
+        "bytes": list(token.text.encode()) if whole else None,
+    }
 
 
-def _token(token_id: int) -> str:
-    """Tokens are named by id: ids are exact, while the text of a single token may be half a character."""
-    return f"token_id:{token_id}"
+def _token(token: TokenLogprob) -> str:
+    """The token's text; a token without one is named by its id."""
+    return token.text or f"token_id:{token.token_id}"
 
 
 @dataclass(frozen=True, slots=True)

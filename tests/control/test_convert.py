@@ -90,7 +90,8 @@ requests = st.builds(
     top_logprobs=uint32,
     timeout_s=st.floats(1e-6, 1e6),
 )
-logprobs = st.builds(TokenLogprob, uint32, double, tuples(st.tuples(uint32, double)))
+alternatives = st.builds(TokenLogprob, uint32, double, text=text)
+logprobs = st.builds(TokenLogprob, uint32, double, tuples(alternatives), text)
 pieces = st.builds(
     Output,
     room=rooms,

@@ -148,10 +148,13 @@ def test_a_stop_string_that_ends_with_the_last_required_token_counts() -> None:
     assert (text_of(pieces), len(pieces)) == ("a", 3)
 
 
-def test_logprobs_travel_with_their_token() -> None:
+def test_logprobs_travel_with_their_token_and_get_its_text() -> None:
     builder = AnswerBuilder(make_request(PROMPT), frozenset(), decode)
-    logprob = TokenLogprob(encode("a")[0], -0.5)
-    assert builder.accept(logprob.token_id, logprob).logprobs == (logprob,)
+    (a,), (b, *_) = encode("a"), encode("bc")
+    logprob = TokenLogprob(a, -0.5, (TokenLogprob(b, -1.5),))
+    named = TokenLogprob(a, -0.5, (TokenLogprob(b, -1.5, text=decode([b])),), decode([a]))
+    assert builder.accept(a, logprob).logprobs == (named,)
+    assert named.text == "a"
 
 
 def test_without_tokenizer_there_are_token_ids_and_no_text() -> None:

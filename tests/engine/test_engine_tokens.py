@@ -191,8 +191,8 @@ async def test_logprobs(family: str, load_engine: LoadEngine, oracle: LoadOracle
         assert token.logprob.token_id == token.token_id
         assert token.logprob.logprob == pytest.approx(truth[token.token_id].item(), abs=1e-4)
         likeliest, token_ids = truth.topk(5)
-        assert [token_id for token_id, _ in token.logprob.top] == token_ids.tolist()
-        assert [logprob for _, logprob in token.logprob.top] == pytest.approx(likeliest.tolist(), abs=1e-4)
+        assert [top.token_id for top in token.logprob.top] == token_ids.tolist()
+        assert [top.logprob for top in token.logprob.top] == pytest.approx(likeliest.tolist(), abs=1e-4)
 
 
 async def test_a_seeded_answer_is_the_same_alone_in_a_batch_and_after_a_handoff(load_engine: LoadEngine) -> None:

@@ -117,9 +117,9 @@ def test_bans_do_not_touch_the_neighbours_or_the_logprobs() -> None:
     truth = LOGITS.log_softmax(-1)
     assert tokens[0].logprob is not None
     assert tokens[0].logprob.logprob == pytest.approx(truth[4].item())
-    ((likeliest, logprob),) = tokens[0].logprob.top
-    assert likeliest == 3
-    assert logprob == pytest.approx(truth[3].item())
+    (likeliest,) = tokens[0].logprob.top
+    assert likeliest.token_id == 3
+    assert likeliest.logprob == pytest.approx(truth[3].item())
     assert torch.equal(logits, LOGITS.repeat(2, 1))
 
 

@@ -28,7 +28,7 @@ logprobs = st.builds(
     TokenLogprob,
     int32s,
     doubles,
-    st.lists(st.tuples(int32s, doubles), max_size=MAX_TOP_LOGPROBS).map(tuple),
+    st.lists(st.builds(TokenLogprob, int32s, doubles), max_size=MAX_TOP_LOGPROBS).map(tuple),
 )
 metadatas = st.builds(
     HandoffMetadata,
@@ -144,7 +144,7 @@ def test_only_the_present_owner_reaches_a_row(slot: Slot) -> None:
 @pytest.mark.parametrize(
     "metadata",
     [
-        HandoffMetadata(1, 1, logprob=TokenLogprob(1, 0.0, ((1, 0.0),) * (MAX_TOP_LOGPROBS + 1))),
+        HandoffMetadata(1, 1, logprob=TokenLogprob(1, 0.0, (TokenLogprob(1, 0.0),) * (MAX_TOP_LOGPROBS + 1))),
         HandoffMetadata(1, 1, digest=b"short"),
     ],
 )

@@ -31,6 +31,8 @@ ITEM_LENS = (48, 16, 80)
 PAGES = 40
 ROOM = room(7)
 
+LOGPROB = TokenLogprob(99, -0.1, (TokenLogprob(99, -0.1), TokenLogprob(4, -2.5)))
+
 
 class Pair:
     """One room between two pools. Source pages go down from the top, destination pages are shuffled."""
@@ -104,7 +106,7 @@ async def test_what_arrives_is_what_was_computed(
         chunk = pair.planner.next_chunk(tokens, pair.table, is_last=False)
         if chunk is not None:
             moved += (await pair.sender.send_kv_chunk(chunk)).bytes
-    metadata = HandoffMetadata(99, prompt, CachedTokens(total=3), TokenLogprob(99, -0.1, ((99, -0.1), (4, -2.5))))
+    metadata = HandoffMetadata(99, prompt, CachedTokens(total=3), LOGPROB)
     moved += (await pair.sender.finish(pair.chunk(prompt), metadata)).bytes
     got = pair.receiver.commit()
     assert (got.first_token, got.cached_tokens, got.logprob) == (99, metadata.cached_tokens, metadata.logprob)

@@ -10,7 +10,10 @@ from pd_common.generation import FinishReason, SamplingParams, TokenLogprob, Usa
 from pd_common.types import MAX_ROOM, BootstrapAddress
 from tests.router.scripted_backend import ROOM, ScriptedBackend, ending, piece
 
-LOGPROBS = (TokenLogprob(7, -0.5, ((7, -0.5), (9, -1.5))), TokenLogprob(8, float("-inf"), ((9, -0.1), (7, -2.0))))
+LOGPROBS = (
+    TokenLogprob(7, -0.5, (TokenLogprob(7, -0.5), TokenLogprob(9, -1.5))),
+    TokenLogprob(8, float("-inf"), (TokenLogprob(9, -0.1), TokenLogprob(7, -2.0))),
+)
 
 
 async def test_whole_answer(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:

@@ -12,7 +12,10 @@ from pd_common.errors import CapacityExceeded, DeadlineExceeded, PdError, PeerLo
 from pd_common.generation import ChatMessage, FinishReason, SamplingParams, TokenLogprob, Usage
 from tests.router.scripted_backend import HELLO, MODEL, ScriptedBackend, ending, piece
 
-LOGPROBS = (TokenLogprob(7, -0.5, ((9, -0.25), (7, -0.5))), TokenLogprob(8, -1.0, ((8, -1.0), (7, -2.0))))
+LOGPROBS = (
+    TokenLogprob(7, -0.5, (TokenLogprob(9, -0.25, text="nine"), TokenLogprob(7, -0.5, text="sevén")), "sevén"),
+    TokenLogprob(8, -1.0, (TokenLogprob(8, -1.0), TokenLogprob(7, -2.0, text="�"))),
+)
 WITH_LOGPROBS = (piece("a", 7, logprobs=LOGPROBS[:1]), piece("", 8, logprobs=LOGPROBS[1:]), ending("b"))
 EXTENSIONS = {
     "top_k": 3,
@@ -107,10 +110,10 @@ async def test_completion_logprobs(openai: AsyncOpenAI, backend: ScriptedBackend
     answer = await openai.completions.create(model="tiny", prompt="a", logprobs=2)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
-    assert logprobs.tokens == ["token_id:7", "token_id:8"]
+    assert logprobs.tokens == ["sevén", "token_id:8"]
     assert logprobs.token_logprobs == [-0.5, -1.0]
     assert logprobs.top_logprobs is not None
-    assert logprobs.top_logprobs[0] == {"token_id:9": -0.25, "token_id:7": -0.5}
+    assert logprobs.top_logprobs[0] == {"nine": -0.25, "sevén": -0.5}
 
 
 async def test_chat_logprobs_of_a_stream(openai: AsyncOpenAI, backend: ScriptedBackend) -> None:
@@ -124,8 +127,10 @@ async def test_chat_logprobs_of_a_stream(openai: AsyncOpenAI, backend: ScriptedB
         if chunk.choices[0].logprobs is not None
         for token in chunk.choices[0].logprobs.content or ()
     ]
-    assert [(token.token, token.logprob) for token in tokens] == [("token_id:7", -0.5), ("token_id:8", -1.0)]
-    assert [top.token for top in tokens[0].top_logprobs] == ["token_id:9", "token_id:7"]
+    assert [(token.token, token.logprob) for token in tokens] == [("sevén", -0.5), ("token_id:8", -1.0)]
+    assert [top.token for top in tokens[0].top_logprobs] == ["nine", "sevén"]
+    assert [token.bytes for token in tokens] == [list("sevén".encode()), None]
+    assert tokens[1].top_logprobs[1].bytes is None, "half a character has no bytes of its own"
 
 
 async def test_logprobs_only_when_asked_for(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
