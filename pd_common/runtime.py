@@ -1,0 +1,86 @@
+"""What prefill and decode have before their roles differ: engine and pool, metadata slots, transport, tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry.sdk.trace import TracerProvider
+
+from pd_common import config
+from pd_common.control import process
+from pd_common.control.outputs import OutputHub
+from pd_common.engine.engine import Engine
+from pd_common.handoff.chunk import PoolBuffers
+from pd_common.handoff.metadata import METADATA_SCHEMA, MetadataBuffers
+from pd_common.handoff.table import TransferTable
+from pd_common.telemetry import spans
+from pd_common.transport.base import MemoryRegion, Transport
+from pd_common.transport.ucx.transport import UcxTransport
+from pd_common.types import Instance, Role
+
+_MAX_FINISHED_ROOMS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """One engine process's own things. `regions`, known to `transport`, are the KV pool and the metadata slots."""
+
+    instance: Instance
+    engine: Engine
+    pool: PoolBuffers
+    metadata: MetadataBuffers
+    transport: Transport
+    regions: tuple[MemoryRegion, ...]
+    transfers: TransferTable
+    hub: OutputHub
+    tracing: TracerProvider | None
+
+    @classmethod
+    def start(cls, role: Role, options: Mapping[str, Any]) -> Runtime:
+        """Loads the model and opens the data plane; takes as long as the weights take.
+
+        Raises:
+            InvalidRequest: the model or an option cannot be served.
+            TransportUnavailable: UCX cannot be loaded.
+        """
+        process.share_interpreter()
+        instance = process.new_instance(role)
+        tracing = spans.configure(f"pd-{role.value}", instance.instance_id)
+        model = config.pick(config.ModelConfig, options)
+        engine = _load(model)
+        metadata = MetadataBuffers(2 * model.max_running_requests)
+        transport = UcxTransport(config.pick(config.TransportConfig, options).ucx_library)
+        regions = (MemoryRegion(*engine.pool.region), metadata.region)
+        for region in regions:
+            transport.register(region)
+        retention_s = config.pick(config.RoomConfig, options).room_retention_s
+        transfers = TransferTable(role, retention_s, _MAX_FINISHED_ROOMS)
+        return cls(instance, engine, _pool_of(engine), metadata, transport, regions, transfers, OutputHub(), tracing)
+
+    async def close(self) -> None:
+        """Lets go of everything; nothing may use it any more."""
+        await self.transport.close()
+        await self.engine.close()
+        if self.tracing is not None:
+            self.tracing.shutdown()
+
+
+def _load(model: config.ModelConfig) -> Engine:
+    return Engine.load(
+        model.model,
+        page_size=model.page_size,
+        num_pages=model.num_pages,
+        metadata_schema=METADATA_SCHEMA,
+        software_version=process.SOFTWARE_VERSION,
+        dtype=model.dtype,
+        device=model.device,
+        threads=model.threads,
+    )
+
+
+def _pool_of(engine: Engine) -> PoolBuffers:
+    """The engine's pool as the handoff sees it."""
+    bases, _, item_lens = engine.pool.get_contiguous_buf_infos()
+    return PoolBuffers(tuple(bases), tuple(item_lens), engine.pool.num_pages, engine.pool.page_size)
