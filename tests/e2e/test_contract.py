@@ -68,6 +68,17 @@ async def test_a_stop_text_as_first_token_ends_the_answer(client: Client) -> Non
     assert (answer.finish, answer.last.matched_text) == ("FINISH_REASON_STOP", stop)
 
 
+async def test_log_probabilities_are_the_models(client: Client, oracle: Oracle) -> None:
+    answer = await client.generate(PROMPT, max_new_tokens=8, return_logprob=True, top_logprobs_num=3)
+    truth = oracle.logprobs(PROMPT, 8)
+    assert [logprob.token_id for logprob in answer.logprobs] == answer.token_ids
+    for step, logprob in enumerate(answer.logprobs):
+        assert logprob.logprob == pytest.approx(truth[step, logprob.token_id].item(), abs=1e-4)
+        best = truth[step].topk(3)
+        assert [top.token_id for top in logprob.top] == best.indices.tolist()
+        assert [top.logprob for top in logprob.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
 async def test_a_seed_gives_the_same_answer_again(client: Client) -> None:
     answers = [
         (await client.generate(PROMPT, temperature=1.0, sampling={"seed": seed})).token_ids for seed in (11, 11, 12)

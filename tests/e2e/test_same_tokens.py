@@ -54,19 +54,3 @@ async def test_greedy_answers_equal_generate(family: str, page_size: int, chunk:
 
 def _sixteen(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [prompts[index % len(prompts)] for index in range(16)]
-
-
-async def test_log_probabilities_equal_the_models() -> None:
-    oracle = Oracle(long_model("qwen3"))
-    prompt = tuple(random.Random(5).choices(range(1, VOCAB_SIZE), k=230))
-    with running_cluster("qwen3", page_size=16, chunk=100) as running:
-        async with client_of(running) as client:
-            answer = await client.generate(prompt, max_new_tokens=8, return_logprob=True, top_logprobs_num=3)
-    truth = oracle.logprobs(prompt, 8)
-    assert len(answer.logprobs) == 8
-    for step, logprob in enumerate(answer.logprobs):
-        assert logprob.token_id == answer.token_ids[step]
-        assert logprob.logprob == pytest.approx(truth[step, logprob.token_id].item(), abs=1e-4)
-        best = truth[step].topk(3)
-        assert [top.token_id for top in logprob.top] == best.indices.tolist()
-        assert [top.logprob for top in logprob.top] == pytest.approx(best.values.tolist(), abs=1e-4)
