@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from demo import timeline
+from demo.collector import Collector
+from pd_common.telemetry.spans import SpanName
 from tests.e2e.harness import client_of, long_model, running_cluster
 from tests.engine.oracle import Oracle
 from tests.tiny_models import VOCAB_SIZE
@@ -54,3 +57,17 @@ async def test_greedy_answers_equal_generate(family: str, page_size: int, chunk:
 
 def _sixteen(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [prompts[index % len(prompts)] for index in range(16)]
+
+
+async def test_pages_travel_by_tcp_as_well() -> None:
+    """As between two hosts without RDMA; on one host CMA would be chosen."""
+    oracle = Oracle(long_model("llama"))
+    prompts = _prompts(16, 100)[::4]
+    with Collector() as collector:
+        environment = {**collector.environment, "UCX_TLS": "tcp,self"}
+        with running_cluster(environment=environment) as running:
+            async with client_of(running) as client:
+                answers = await asyncio.gather(*(client.generate(p, max_new_tokens=NEW_TOKENS) for p in prompts))
+                spans = collector.wait_for(answers[0].room, timeline.EXPECTED, timeout_s=10)
+    assert [answer.token_ids for answer in answers] == [oracle.tokens(prompt, NEW_TOKENS) for prompt in prompts]
+    assert {span.attributes["carrier"] for span in spans if span.name == SpanName.CHUNK_TRANSFER} == {"tcp"}
