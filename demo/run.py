@@ -23,7 +23,7 @@ from demo.collector import Collector
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE / "shakespeare"
-ENGINE_FLAGS = ("--threads", "1", "--page-size", "16", "--kv-cache-tokens", "16384")
+ENGINE_FLAGS = ("--threads", "1", "--dtype", "float32", "--page-size", "16", "--kv-cache-tokens", "16384")
 PREFILL_FLAGS = ("--chunked-prefill-size", "256")
 ANSWER_TOKENS = 120
 WIDTH = 120
