@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol
 
 import grpc
@@ -65,28 +66,29 @@ class Service:
 
 
 def bootstrap(servicer: bootstrap_pb2_grpc.BootstrapServicer) -> Service:
-    name = bootstrap_pb2.DESCRIPTOR.services_by_name["Bootstrap"].full_name
-    return Service(name, bootstrap_pb2_grpc.add_BootstrapServicer_to_server, servicer)
+    return _service(bootstrap_pb2, "Bootstrap", bootstrap_pb2_grpc.add_BootstrapServicer_to_server, servicer)
 
 
 def page_allocation(servicer: page_allocation_pb2_grpc.PageAllocationServicer) -> Service:
-    name = page_allocation_pb2.DESCRIPTOR.services_by_name["PageAllocation"].full_name
-    return Service(name, page_allocation_pb2_grpc.add_PageAllocationServicer_to_server, servicer)
+    add = page_allocation_pb2_grpc.add_PageAllocationServicer_to_server
+    return _service(page_allocation_pb2, "PageAllocation", add, servicer)
 
 
 def transfer_status(servicer: transfer_status_pb2_grpc.TransferStatusServicer) -> Service:
-    name = transfer_status_pb2.DESCRIPTOR.services_by_name["TransferStatus"].full_name
-    return Service(name, transfer_status_pb2_grpc.add_TransferStatusServicer_to_server, servicer)
+    add = transfer_status_pb2_grpc.add_TransferStatusServicer_to_server
+    return _service(transfer_status_pb2, "TransferStatus", add, servicer)
 
 
 def abort(servicer: abort_pb2_grpc.AbortServicer) -> Service:
-    name = abort_pb2.DESCRIPTOR.services_by_name["Abort"].full_name
-    return Service(name, abort_pb2_grpc.add_AbortServicer_to_server, servicer)
+    return _service(abort_pb2, "Abort", abort_pb2_grpc.add_AbortServicer_to_server, servicer)
 
 
 def generation(servicer: generation_pb2_grpc.GenerationServicer) -> Service:
-    name = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
-    return Service(name, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
+    return _service(generation_pb2, "Generation", generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
+
+
+def _service(module: ModuleType, name: str, add: _Add, servicer: object) -> Service:
+    return Service(module.DESCRIPTOR.services_by_name[name].full_name, add, servicer)
 
 
 class ControlServer:
