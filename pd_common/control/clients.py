@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
@@ -81,6 +82,12 @@ class Connection:
             raise from_rpc_error(error, self.address) from error
         except grpc.aio.UsageError as error:
             raise PeerLost(f"{self.address}: the connection is closed", peer=self.address) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody cancelled the caller: the connection was closed under the call.
+            raise PeerLost(f"{self.address}: the connection was closed", peer=self.address) from error
 
 
 class BootstrapClient:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable
@@ -125,6 +126,38 @@ async def test_a_call_on_a_closed_connection_is_a_lost_peer(call: Callable[[Gene
     await connection.close()
     with pytest.raises(PeerLost, match="closed"):
         await call(GenerationClient(connection))
+
+
+class _Silent(FailingServicer):
+    """Notes that it was called, and never answers."""
+
+    def __init__(self) -> None:
+        super().__init__(InternalError("unused"))
+        self.called = asyncio.Event()
+
+    async def GetModel(self, request: Any, context: Any) -> Any:  # noqa: ARG002, N802  generated name
+        self.called.set()
+        await asyncio.Event().wait()
+
+
+async def test_a_connection_that_is_closed_under_a_call_is_a_lost_peer_and_no_cancellation() -> None:
+    silent = _Silent()  # type: ignore[abstract]
+    async with serving(server.generation(silent)) as connection:
+        call = asyncio.create_task(GenerationClient(connection).get_model())
+        await asyncio.wait_for(silent.called.wait(), 5)
+        await connection.close()
+        with pytest.raises(PeerLost, match="closed"):
+            await call
+
+
+async def test_a_caller_that_is_cancelled_stays_cancelled() -> None:
+    silent = _Silent()  # type: ignore[abstract]
+    async with serving(server.generation(silent)) as connection:
+        call = asyncio.create_task(GenerationClient(connection).get_model())
+        await asyncio.wait_for(silent.called.wait(), 5)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
 
 
 def test_details_that_cannot_be_read_leave_the_status_code_to_speak() -> None:
