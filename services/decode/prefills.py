@@ -83,17 +83,23 @@ class Prefills:
             self._pairings[address] = pairing
         return await asyncio.shield(pairing)
 
+    def is_current(self, prefill: Prefill) -> bool:
+        """The pairing has not been lost."""
+        pairing = self._pairings.get(prefill.address)
+        if pairing is None or not pairing.done() or pairing.cancelled() or pairing.exception() is not None:
+            return False
+        return pairing.result() is prefill
+
     async def forget(self, prefill: Prefill, why: str) -> None:
         """Ends a pairing; its rooms fail and nothing can arrive from it any more when this returns."""
-        pairing = self._pairings.get(prefill.address)
-        if pairing is None or not pairing.done() or pairing.result() is not prefill:
+        if not self.is_current(prefill):
             return
         del self._pairings[prefill.address]
         _log.info("prefill %s (%s) is lost: %s", prefill.address.target, prefill.instance.instance_id, why)
         error = PeerLost(f"prefill {prefill.address.target} is gone: {why}", peer=prefill.address.target)
         self._on_lost(prefill, error)
-        await prefill.port.fence()
-        prefill.fenced.set()
+        # The room that asks for it may be stopped meanwhile; memory of others waits for the end of this port.
+        await asyncio.shield(_fence(prefill))
 
     async def close(self) -> None:
         """Ends every pairing."""
@@ -163,6 +169,11 @@ class Prefills:
             return f"no beat for {patience_s:.1f} s"
         except StopAsyncIteration:
             return "it ended the pairing"
+
+
+async def _fence(prefill: Prefill) -> None:
+    await prefill.port.fence()
+    prefill.fenced.set()
 
 
 def _look_at_failure(pairing: asyncio.Task[Prefill]) -> None:

@@ -14,10 +14,12 @@ from pd_common.control.servicers import PoolStatus, TransferReport
 from pd_common.engine.engine import Engine
 from pd_common.engine.request import Sequence
 from pd_common.errors import (
+    DeadlineExceeded,
     PdError,
     PeerLost,
     ReceiverUnknown,
     RoomAborted,
+    RoomInUse,
     ShuttingDown,
     StaleInstance,
     TransferFailed,
@@ -49,6 +51,7 @@ class _Room:
     """
 
     request: GenerationRequest
+    deadline_s: float
     trace: RoomTrace
     reported: asyncio.Future[None]
     concluded: asyncio.Event
@@ -112,6 +115,8 @@ class DecodeService:
         self._engine.validate(request)
         if request.room in self._drain.quarantine:
             raise RoomAborted(f"room {request.room} failed and its memory is not proven quiet", room=request.room)
+        if request.room in self._rooms and self.transfers.find(request.room) is None:  # its answer outlives its record
+            raise RoomInUse(f"room {request.room} has not ended yet", room=request.room)
         now = time.monotonic()
         self.transfers.open(
             request.room,
@@ -121,7 +126,8 @@ class DecodeService:
             now=now,
         )
         trace = RoomTrace(SpanName.DECODE, request.room, parent, prompt_tokens=len(request.prompt), rid=request.rid)
-        room = _Room(request, trace, asyncio.get_running_loop().create_future(), asyncio.Event())
+        reported = asyncio.get_running_loop().create_future()
+        room = _Room(request, now + request.timeout_s, trace, reported, asyncio.Event())
         self._rooms[request.room] = room
         room.task = RoomTask(self._serve(room), lambda error: self._conclude(room, error))
 
@@ -141,11 +147,11 @@ class DecodeService:
     async def abort(self, room: BootstrapRoom, error: PdError) -> TransferState | None:
         """This side writes to nobody, so it is quiet at once."""
         known = self.transfers.find(room)
-        if known is None:
+        if known is None and room not in self._rooms:
             self.transfers.abort(room, error, time.monotonic())
             return None
         self.abandon(room, error)
-        return self.transfers.get(room).state
+        return None if known is None else self.transfers.get(room).state
 
     def abandon(self, room: BootstrapRoom, error: PdError) -> None:
         self.transfers.fail(room, error, time.monotonic())
@@ -189,7 +195,8 @@ class DecodeService:
 
     async def _offer_to(self, room: _Room, prefill: Prefill, allocation: Allocation) -> KVReceiver:
         request, now = room.request, time.monotonic()
-        transfer = self.transfers.get(request.room)
+        if now >= room.deadline_s:
+            raise DeadlineExceeded("The deadline passed before the pages could be offered", room=request.room)
         offer = Offer(
             receiver=self.instance,
             pages=allocation.pages[: -(-len(request.prompt) // self._pool.page_size)],
@@ -203,10 +210,14 @@ class DecodeService:
         # Before the call, whose answer a report may overtake; whose room it is, is settled once the offer is accepted.
         self.transfers.advance(request.room, TransferState.WAITING_FOR_INPUT, now)
         await prefill.client.allocate_pages(
-            request.room, prefill.instance, offer, transfer.deadline_s - now, room.trace.context
+            request.room, prefill.instance, offer, room.deadline_s - now, room.trace.context
         )
-        state = self.transfers.get(request.room).state
-        self.transfers.advance(request.room, state, time.monotonic(), peer=prefill.instance)
+        known = self.transfers.get(request.room)
+        if known.failure is not None:
+            raise known.failure
+        if not self._prefills.is_current(prefill):  # lost before its rooms could be told apart from others
+            raise PeerLost(f"prefill {prefill.address.target} is gone", peer=prefill.address.target)
+        self.transfers.advance(request.room, known.state, time.monotonic(), peer=prefill.instance)
         return receiver
 
     async def _commit(self, room: _Room, receiver: KVReceiver) -> HandoffMetadata:
@@ -267,6 +278,9 @@ class DecodeService:
             for transfer in self.transfers.expire(now):
                 if transfer.failure is not None:
                     self.abandon(transfer.room, transfer.failure)
+            for number in [number for number, room in self._rooms.items() if room.deadline_s <= now]:
+                # For the table a room has ended with the handoff; its answer is still to be in time.
+                self.abandon(number, DeadlineExceeded("The deadline passed while the answer was written", room=number))
             self.transfers.sweep(now)
             await asyncio.sleep(_REAP_S)
 

@@ -103,8 +103,8 @@ class Receivers:
         _log.info("decode %s is gone: %s", receiver.instance.instance_id, why)
         error = PeerLost(f"decode {receiver.control_address} is gone: {why}", peer=receiver.control_address)
         self._on_lost(receiver.instance, error)
-        await receiver.channel.close()
-        await receiver.connection.close()
+        # Whoever ends it may be stopped meanwhile, for one a room of this decode: both planes are closed all the same.
+        await asyncio.shield(_disconnect(receiver))
 
     async def drop_unheld(self, now: float) -> None:
         """Ends registrations that nobody holds."""
@@ -125,6 +125,11 @@ class Receivers:
 
     def _at(self, control_address: str) -> list[Receiver]:
         return [receiver for receiver in self._by_instance.values() if receiver.control_address == control_address]
+
+
+async def _disconnect(receiver: Receiver) -> None:
+    await receiver.channel.close()
+    await receiver.connection.close()
 
 
 def check_layout(mine: KvLayout, theirs: KvLayout, address: str) -> None:

@@ -21,6 +21,8 @@ from pd_common.errors import (
     PdError,
     PeerLost,
     PromptMismatch,
+    RoomAborted,
+    RoomInUse,
     ShuttingDown,
     TransferFailed,
 )
@@ -40,6 +42,8 @@ from services.prefill.scheduler import Job, PrefillScheduler
 
 _REAP_S = 0.1
 _REPORT_AGAIN_S = 0.2
+_TELL_S = 5.0
+"""A decode that has not answered by then may be told by its own deadline: an abort waits for this."""
 
 
 @dataclass(slots=True)
@@ -110,6 +114,8 @@ class PrefillService:
         if self._stopping:
             raise ShuttingDown("this prefill is stopping and takes no new request")
         leg = self._validated_leg(request)
+        if leg.room in self._rooms and self.transfers.find(leg.room) is None:  # its last write outlives its record
+            raise RoomInUse(f"room {leg.room} has not ended yet", room=leg.room)
         now = time.monotonic()
         deadline_s = now + request.timeout_s
         digest = digest_prompt(request.prompt)
@@ -136,6 +142,8 @@ class PrefillService:
         destination = Destination(offer, receiver.pool, receiver.channel)
         now = time.monotonic()
         known = self.transfers.find(number)
+        if known is None and number in self._rooms:  # its last write outlives its record
+            raise RoomAborted(f"room {number} has failed and not ended yet", room=number)
         try:
             transfer = self.transfers.join_offer(number, offer, deadline_s=now + time_left_s, now=now)
         except PromptMismatch as mismatch:
@@ -159,15 +167,17 @@ class PrefillService:
         return self.transfers.get(report.room)
 
     async def abort(self, room: BootstrapRoom, error: PdError) -> TransferState | None:
-        known = self.transfers.find(room)
+        known, offered = self.transfers.find(room), self._offered.get(room)
         if known is None:
             self.transfers.abort(room, error, time.monotonic())
-            return None
         self.abandon(room, error)
         live = self._rooms.get(room)
-        if live is not None and live.task is not None:
+        if live is not None and live.task is not None:  # also when its record is gone: what counts is the last write
             await live.task.ended()
-        return self.transfers.get(room).state
+        elif offered is not None:
+            await self._tell_decode(room, offered[1], 1, error)
+        ended = self.transfers.find(room)
+        return None if known is None or ended is None else ended.state
 
     def abandon(self, room: BootstrapRoom, error: PdError) -> None:
         self.transfers.fail(room, error, time.monotonic())
@@ -292,7 +302,7 @@ class PrefillService:
         if error is not None:
             self.transfers.fail(number, error, time.monotonic())
             self._hub.publish([Output(number, error=error)])
-        await asyncio.gather(self._tell_decode(room, error), self._release(room.work))
+        await asyncio.gather(self._pass_on(room, error), self._release(room.work))
         room.trace.end(error)
         del self._rooms[number]
 
@@ -305,26 +315,47 @@ class PrefillService:
         self._metadata.free(work.slot)
         self._free_slots.release()
 
-    async def _tell_decode(self, room: _Room, error: PdError | None) -> None:
+    async def _pass_on(self, room: _Room, error: PdError | None) -> None:
         """Decode learns of a failure from us, unless it knows, or has not been heard of yet."""
         offered = room.destination.done() and not room.destination.cancelled()
         if error is None or room.decode_told or not offered:
             return
         _, receiver = room.destination.result()
-        try:
-            await self._report(room, receiver, TransferState.FAILED, Progress(), error)
-        except PdError:
-            return  # decode is gone, or has forgotten the room: then it needs no telling
+        await self._tell_decode(room.request.room, receiver, room.reports + 1, error)
+
+    async def _tell_decode(self, number: BootstrapRoom, receiver: Receiver, sequence: int, error: PdError) -> None:
+        """Says it again while there is no answer; a decode that never gets it has its own deadline."""
+        ends_s = time.monotonic() + _TELL_S
+        while self._receivers.is_current(receiver) and time.monotonic() < ends_s:
+            try:
+                await self._say(number, receiver, sequence, TransferState.FAILED, Progress(), error)
+            except (PeerLost, DeadlineExceeded):
+                await asyncio.sleep(_REPORT_AGAIN_S)
+            except PdError:
+                return  # decode has forgotten the room
+            else:
+                return
 
     async def _report(
-        self, room: _Room, receiver: Receiver, state: TransferState, progress: Progress, failure: PdError | None = None
+        self, room: _Room, receiver: Receiver, state: TransferState, progress: Progress
     ) -> tuple[TransferState, PdError | None]:
         room.reports += 1
+        return await self._say(room.request.room, receiver, room.reports, state, progress)
+
+    async def _say(
+        self,
+        number: BootstrapRoom,
+        receiver: Receiver,
+        sequence: int,
+        state: TransferState,
+        progress: Progress,
+        failure: PdError | None = None,
+    ) -> tuple[TransferState, PdError | None]:
         return await receiver.client.report_transfer(
-            room.request.room,
+            number,
             reporter=self.instance,
             recipient=receiver.instance,
-            sequence=room.reports,
+            sequence=sequence,
             state=state,
             progress=progress,
             failure=failure,

@@ -56,7 +56,7 @@ class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
                 yield page_allocation_pb2.HoldReceiverResponse(interval=convert.duration_to(BEAT_S))
                 await asyncio.sleep(BEAT_S)
         finally:
-            await asyncio.shield(self._receivers.drop(receiver, "its connection ended"))
+            await self._receivers.drop(receiver, "its connection ended")
 
     async def AllocatePages(
         self, request: page_allocation_pb2.AllocatePagesRequest, context: Call

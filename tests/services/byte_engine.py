@@ -1,0 +1,126 @@
+"""An engine without a model: every token leaves its mark in the pool, and no step reads a token whose mark is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pd_common.engine.batch import Batch, BatchItem
+from pd_common.engine.output import AnswerBuilder
+from pd_common.engine.request import Limits, validate_request
+from pd_common.engine.sampler import SampledToken
+from pd_common.generation import GenerationRequest
+from pd_common.handoff.chunk import PoolBuffers
+from pd_common.kv.pages import PageAllocator
+from pd_common.transport.base import MemoryRegion
+from pd_common.types import BufferKind, BufferSpec, KvLayout, PageIndices
+
+PAGE_SIZE = 4
+TOKEN_BYTES = 8
+
+LAYOUT = KvLayout(
+    model="digest-of-a-model",
+    dtype="int64",
+    page_size=PAGE_SIZE,
+    layers=1,
+    kv_heads=1,
+    head_dim=1,
+    metadata_schema=1,
+    software_version="0.1.0",
+    buffers=tuple(BufferSpec(kind, 0, PAGE_SIZE * TOKEN_BYTES) for kind in (BufferKind.KEY, BufferKind.VALUE)),
+)
+
+
+def answer_tokens(prompt_tokens: int, new_tokens: int) -> tuple[int, ...]:
+    """What a pair says to any prompt of this length: 1000 and the position of each token."""
+    return tuple(1000 + position for position in range(prompt_tokens, prompt_tokens + new_tokens))
+
+
+class Gate(asyncio.Event):
+    """Shut until it is set. `reached` is set when somebody waits at it for the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = asyncio.Event()
+
+    async def wait(self) -> bool:  # type: ignore[override]
+        self.reached.set()
+        return await super().wait()
+
+
+class BytePool:
+    """Two buffers of one 64-bit mark per token: its id, its position, and which buffer it is."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.page_size = PAGE_SIZE
+        self.num_pages = num_pages
+        shape = (num_pages, PAGE_SIZE)
+        self.arrays: list[NDArray[np.int64]] = [np.zeros(shape, dtype=np.int64) for _ in LAYOUT.buffers]
+        self.regions = tuple(MemoryRegion(array.ctypes.data, array.nbytes) for array in self.arrays)
+        item_lens = tuple(buffer.item_len_bytes for buffer in LAYOUT.buffers)
+        self.buffers = PoolBuffers(tuple(region.base for region in self.regions), item_lens, num_pages, PAGE_SIZE)
+
+    def write(self, pages: NDArray[np.int64], start: int, tokens: tuple[int, ...]) -> None:
+        at = np.arange(start, start + len(tokens))
+        for index, array in enumerate(self.arrays):
+            array[pages[at // PAGE_SIZE], at % PAGE_SIZE] = _marks(index, at, tokens)
+
+    def holds(self, pages: NDArray[np.int64], tokens: tuple[int, ...]) -> bool:
+        """Whether `pages` are these tokens', from position 0 on."""
+        at = np.arange(len(tokens))
+        found = [array[pages[at // PAGE_SIZE], at % PAGE_SIZE] for array in self.arrays]
+        return all(np.array_equal(marks, _marks(index, at, tokens)) for index, marks in enumerate(found))
+
+    def fill(self, pages: PageIndices, mark: int) -> None:
+        """A canary."""
+        for array in self.arrays:
+            array[list(pages)] = mark
+
+    def is_filled(self, pages: PageIndices, mark: int) -> bool:
+        return all(bool((array[list(pages)] == mark).all()) for array in self.arrays)
+
+
+class ByteEngine:
+    """What services use of an engine. A step waits at `gate`, then writes; `failure` ends the next step."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.pages = PageAllocator(num_pages)
+        self.pool = BytePool(num_pages)
+        self.layout = LAYOUT
+        self.limits = Limits(context_length=4096, pool_tokens=num_pages * PAGE_SIZE, vocab_size=100_000)
+        self.gate = Gate()
+        self.gate.set()
+        self.failure: Exception | None = None
+        self.steps = 0
+
+    def shut(self) -> Gate:
+        """Steps wait here from now on."""
+        self.gate = Gate()
+        return self.gate
+
+    def validate(self, request: GenerationRequest) -> None:
+        validate_request(request, self.limits)
+
+    def new_answer(self, request: GenerationRequest, cached_tokens: int = 0) -> AnswerBuilder:
+        return AnswerBuilder(request, frozenset(), None, cached_tokens)
+
+    async def step(self, batch: Batch) -> tuple[SampledToken, ...]:
+        self.steps += 1
+        await self.gate.wait()
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        for item, rows in zip(batch.items, batch.rows, strict=True):
+            self._compute(item, rows.pages)
+        return tuple(SampledToken(1000 + draw.position) for draw in batch.draws)
+
+    def _compute(self, item: BatchItem, pages: NDArray[np.int64]) -> None:
+        if not self.pool.holds(pages, item.sequence.tokens(0, item.start)):
+            raise AssertionError(f"room {item.sequence.request.room}: these pages hold something else")
+        self.pool.write(pages, item.start, item.sequence.tokens(item.start, item.end))
+
+
+def _marks(buffer: int, positions: NDArray[np.int64], tokens: tuple[int, ...]) -> NDArray[np.int64]:
+    return (np.array(tokens, dtype=np.int64) << 24) + (positions << 2) + buffer + 1

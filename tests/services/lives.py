@@ -1,0 +1,149 @@
+"""One life of a prefill and of a decode process, wired as in production but for engine and transport."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Coroutine
+from typing import Any, cast
+
+from pd_common.control.outputs import OutputHub
+from pd_common.control.registry import Registry
+from pd_common.control.servicers import (
+    AbortServicer,
+    BootstrapServicer,
+    EngineGenerationServicer,
+    TransferStatusServicer,
+)
+from pd_common.engine.engine import Engine
+from pd_common.handoff.metadata import MetadataBuffers
+from pd_common.handoff.table import TransferTable
+from pd_common.transport.loopback import Faults, LoopbackNetwork, LoopbackTransport
+from pd_common.types import Instance, Role
+from services.decode.drain import Drain
+from services.decode.prefills import OwnMemory, Prefills
+from services.decode.queues import PreallocQueue
+from services.decode.scheduler import DecodeScheduler
+from services.decode.service import DecodeService
+from services.prefill.receivers import Receivers
+from services.prefill.scheduler import PrefillScheduler
+from services.prefill.service import PrefillService
+from services.prefill.servicers import PageAllocationServicer
+from tests.control.fake_rooms import FakeModel
+from tests.services.byte_engine import ByteEngine
+
+_epochs = itertools.count(1)
+
+
+class PrefillLife:
+    """One life of a prefill process, as services/prefill/__main__.py wires it."""
+
+    def __init__(self, network: LoopbackNetwork, pages: int, slots: int, chunk_tokens: int, retention_s: float) -> None:
+        self.instance = Instance(f"prefill-{(epoch := next(_epochs))}", epoch)
+        self.engine = ByteEngine(pages)
+        engine = cast("Engine", self.engine)
+        self.metadata = MetadataBuffers(slots)
+        self.faults = Faults()
+        self.transport = LoopbackTransport(network, self.faults)
+        for region in (*self.engine.pool.regions, self.metadata.region):
+            self.transport.register(region)
+        self.hub = OutputHub()
+        self.transfers = TransferTable(Role.PREFILL, retention_s, max_finished=1000)
+        self.scheduler = PrefillScheduler(engine, chunk_tokens, max_running=slots)
+        self.service = PrefillService(
+            self.instance,
+            engine,
+            self.scheduler,
+            self.engine.pool.buffers,
+            self.metadata,
+            self.transfers,
+            self.hub,
+            with_digest=True,
+        )
+        self.receivers = Receivers(self.engine.layout, self.transport, self.service.receiver_lost)
+        self.service.use(self.receivers)
+        self.servicers: dict[str, Any] = {
+            "bootstrap": BootstrapServicer(Registry()),
+            "page_allocation": PageAllocationServicer(self.service, self.receivers),
+            "transfer_status": TransferStatusServicer(self.service),
+            "abort": AbortServicer(self.service),
+            "generation": EngineGenerationServicer(self.service, self.hub, FakeModel()),
+        }
+
+    def works(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        return self.scheduler.run(), self.service.reap()
+
+    def assert_untouched(self) -> None:
+        """Nothing is held, nothing is remembered as running."""
+        status = self.service.pool_status()
+        assert (status.pages_free, status.slots_free, status.live_rooms) == (status.pages_total, status.slots_total, 0)
+        assert self.service._free_slots._value == status.slots_total
+        assert (list(self.scheduler._waiting), self.scheduler._running) == ([], [])
+        assert (self.transfers.live(), self.hub._owner) == ([], {})
+        self.engine.pages.check_integrity()
+
+    async def close(self) -> None:
+        await self.receivers.close()
+        await self.transport.close()
+
+
+class DecodeLife:
+    """One life of a decode process, as services/decode/__main__.py wires it."""
+
+    def __init__(self, network: LoopbackNetwork, pages: int, slots: int, retention_s: float) -> None:
+        self.instance = Instance(f"decode-{(epoch := next(_epochs))}", epoch)
+        self.engine = ByteEngine(pages)
+        engine = cast("Engine", self.engine)
+        self.metadata = MetadataBuffers(slots)
+        self.transport = LoopbackTransport(network)
+        self.regions = (*self.engine.pool.regions, self.metadata.region)
+        for region in self.regions:
+            self.transport.register(region)
+        self.hub = OutputHub()
+        self.transfers = TransferTable(Role.DECODE, retention_s, max_finished=1000)
+        self.prealloc = PreallocQueue(self.engine.pages, self.metadata)
+        self.scheduler = DecodeScheduler(engine, self.hub, max_running=slots)
+        self.drain = Drain(self.prealloc.release)
+        self.service = DecodeService(
+            self.instance,
+            engine,
+            self.scheduler,
+            self.prealloc,
+            self.drain,
+            self.engine.pool.buffers,
+            self.metadata,
+            self.transfers,
+            self.hub,
+            with_digest=True,
+        )
+        self.servicers: dict[str, Any] = {
+            "transfer_status": TransferStatusServicer(self.service),
+            "abort": AbortServicer(self.service),
+            "generation": EngineGenerationServicer(self.service, self.hub, FakeModel()),
+        }
+
+    def wire(self, address: str) -> None:
+        """Once it is known where this process is reached."""
+        pool = self.engine.pool.buffers
+        own = OwnMemory(self.instance, address, self.engine.layout, pool, self.regions, self.metadata)
+        self.prefills = Prefills(own, self.transport, self.service.prefill_lost)
+        self.service.use(self.prefills)
+
+    def works(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        return self.scheduler.run(), self.service.reap()
+
+    def assert_untouched(self) -> None:
+        """Nothing is held, nothing is remembered as running."""
+        status = self.service.pool_status()
+        assert (status.pages_quarantined, status.slots_quarantined) == (0, 0)
+        assert (status.pages_free, status.slots_free, status.live_rooms) == (status.pages_total, status.slots_total, 0)
+        assert [turn for _, turn in self.prealloc._waiting if not turn.cancelled()] == []
+        assert (self.scheduler._answers, self.transfers.live(), self.hub._owner) == ([], [], {})
+        self.engine.pages.check_integrity()
+
+    async def close(self) -> None:
+        await self.prefills.close()
+        await self.drain.close()
+        await self.transport.close()
+
+
+Life = PrefillLife | DecodeLife

@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from pd.v1 import transfer_status_pb2, types_pb2
+
+from pd_common.errors import InternalError, PeerLost, RoomAborted
+from pd_common.handoff.state import TransferState
+from services.decode.queues import Allocation, PreallocQueue
+from tests.services.byte_engine import Gate
+from tests.services.pair import Client, Pair, running, soon, state_reached, until
+from tests.services.tap import Rule, answer_held, answer_lost, held, lost, twice
+
+ROOM, NEXT = 7, 8
+ONE_CHUNK, THREE_CHUNKS = 6, 20
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with running(Pair()) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 4, 7, 8, 9, 30], ids=str)
+async def test_a_room_is_answered_whatever_its_length(pair: Pair, prompt_tokens: int) -> None:
+    await pair.serve(ROOM, prompt_tokens=prompt_tokens)
+
+
+async def test_an_answer_of_one_token_needs_no_step_of_decode(pair: Pair) -> None:
+    await pair.serve(ROOM, new_tokens=1)
+    assert pair.decode.engine.steps == 0
+
+
+async def test_rooms_that_run_at_once_do_not_mix(pair: Pair) -> None:
+    requests = [pair.request(room, prompt_tokens=3 * room, new_tokens=3) for room in range(1, 6)]
+    for request in requests:
+        await pair.submit(request)
+    for request in requests:
+        await pair.assert_answered(request)
+
+
+async def test_rooms_wait_for_metadata_slots_and_none_is_lost() -> None:
+    async with running(Pair(prefill_slots=1, decode_slots=2)) as pair:
+        requests = [pair.request(room) for room in range(1, 7)]
+        for request in requests:
+            await pair.submit(request)
+        for request in requests:
+            await pair.assert_answered(request)
+
+
+async def test_rooms_wait_for_pages_and_none_is_lost() -> None:
+    async with running(Pair(prefill_pages=4, decode_pages=7)) as pair:
+        requests = [pair.request(room, prompt_tokens=10, new_tokens=6) for room in range(1, 7)]
+        for request in requests:
+            await pair.submit(request)
+        for request in requests:
+            await pair.assert_answered(request)
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+async def test_either_leg_may_come_first(pair: Pair, first: str) -> None:
+    request = pair.request(ROOM)
+    if first == "prefill":
+        await pair.at_prefill.client.submit(request)
+        await state_reached(pair.prefill.transfers, ROOM, TransferState.BOOTSTRAPPING)
+        await pair.at_decode.client.submit(request)
+    else:
+        await pair.at_decode.client.submit(request)
+        await state_reached(pair.prefill.transfers, ROOM, TransferState.BOOTSTRAPPING)
+        await pair.at_prefill.client.submit(request)
+    await pair.assert_answered(request)
+
+
+def reports(state: types_pb2.TransferState) -> Callable[[Any], bool]:
+    """Picks the reports of this state."""
+
+    def applies(request: transfer_status_pb2.ReportTransferRequest) -> bool:
+        return request.state == state
+
+    return applies
+
+
+# --- aborted at every stage, by everybody ---
+
+GoOn = Callable[[], None]
+"""Lets the room go on from where a stage has stopped it."""
+Stage = Callable[[Pair, Gate], Awaitable[GoOn]]
+"""Sees to it that a room will stand still there; the gate tells when it does."""
+
+
+async def before_pairing(pair: Pair, gate: Gate) -> GoOn:
+    pair.at_prefill.tap.rules["RegisterReceiver"] = held(gate)
+    return gate.set
+
+
+async def waiting_for_memory(pair: Pair, gate: Gate) -> GoOn:
+    prealloc = pair.decode.prealloc
+    everything = await prealloc.acquire(pair.decode.engine.pages.num_pages)
+
+    async def acquire(num_pages: int) -> Allocation:
+        gate.reached.set()
+        return await PreallocQueue.acquire(prealloc, num_pages)
+
+    prealloc.acquire = acquire  # type: ignore[method-assign]
+    return lambda: prealloc.release(everything)
+
+
+async def offer_in_flight(pair: Pair, gate: Gate) -> GoOn:
+    pair.at_prefill.tap.rules["AllocatePages"] = held(gate)
+    return gate.set
+
+
+async def offer_answered_late(pair: Pair, gate: Gate) -> GoOn:
+    pair.at_prefill.tap.rules["AllocatePages"] = answer_held(gate)
+    pair.prefill.engine.gate = gate
+    return gate.set
+
+
+async def computing(pair: Pair, gate: Gate) -> GoOn:
+    pair.prefill.engine.gate = gate
+    return gate.set
+
+
+async def first_write_in_flight(pair: Pair, gate: Gate) -> GoOn:
+    pair.faults.hold = gate
+    return gate.set
+
+
+async def last_write_half_done(pair: Pair, gate: Gate) -> GoOn:
+    pair.faults.hold_group = gate
+    return gate.set
+
+
+async def success_in_flight(pair: Pair, gate: Gate) -> GoOn:
+    pair.at_decode.tap.rules["ReportTransfer"] = held(gate, applies=reports(types_pb2.TRANSFER_STATE_SUCCESS))
+    return gate.set
+
+
+async def success_answered_late(pair: Pair, gate: Gate) -> GoOn:
+    pair.at_decode.tap.rules["ReportTransfer"] = answer_held(gate, applies=reports(types_pb2.TRANSFER_STATE_SUCCESS))
+    pair.decode.engine.gate = Gate()
+    gate_set = gate.set
+
+    def go_on() -> None:
+        pair.decode.engine.gate.set()
+        gate_set()
+
+    return go_on
+
+
+async def decoding(pair: Pair, gate: Gate) -> GoOn:
+    pair.decode.engine.gate = gate
+    return gate.set
+
+
+STAGES = (
+    before_pairing,
+    waiting_for_memory,
+    offer_in_flight,
+    offer_answered_late,
+    computing,
+    first_write_in_flight,
+    last_write_half_done,
+    success_in_flight,
+    success_answered_late,
+    decoding,
+)
+BEFORE_THE_OFFER = (before_pairing, waiting_for_memory)
+KNOWN_TO_BOTH = (offer_answered_late, computing, first_write_in_flight, last_write_half_done, success_in_flight)
+AFTER_SUCCESS = (success_answered_late, decoding)
+
+
+@pytest.mark.parametrize("prompt_tokens", [ONE_CHUNK, THREE_CHUNKS], ids=["one chunk", "three chunks"])
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+async def test_abort_on_decode_at_any_stage(pair: Pair, stage: Stage, prompt_tokens: int) -> None:
+    go_on = await stopped_at(stage, pair, prompt_tokens)
+    await soon(pair.at_decode.client.abort(ROOM))
+    assert isinstance(await pair.at_decode.client.failure(ROOM), RoomAborted)
+    if stage in BEFORE_THE_OFFER:  # prefill has not heard of this decode: it is the router that ends this leg
+        await soon(pair.at_prefill.client.abort(ROOM))
+    go_on()
+    if stage not in AFTER_SUCCESS:
+        assert isinstance(await pair.at_prefill.client.failure(ROOM), RoomAborted)
+    await served_on(pair)
+
+
+@pytest.mark.parametrize("prompt_tokens", [ONE_CHUNK, THREE_CHUNKS], ids=["one chunk", "three chunks"])
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+async def test_abort_on_prefill_at_any_stage(pair: Pair, stage: Stage, prompt_tokens: int) -> None:
+    go_on = await stopped_at(stage, pair, prompt_tokens)
+    aborting = asyncio.create_task(pair.at_prefill.client.abort(ROOM))
+    if stage is not decoding:
+        assert isinstance(await pair.at_prefill.client.failure(ROOM), RoomAborted)
+    if stage in KNOWN_TO_BOTH:  # decode is told at once, however long a write may take to end
+        assert isinstance(await pair.at_decode.client.failure(ROOM), RoomAborted)
+    go_on()
+    await soon(aborting)
+    if stage not in AFTER_SUCCESS:
+        assert isinstance(await pair.at_decode.client.failure(ROOM), RoomAborted)
+    await served_on(pair)
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+async def test_abort_on_both_sides_at_once_at_any_stage(pair: Pair, stage: Stage) -> None:
+    go_on = await stopped_at(stage, pair, ONE_CHUNK)
+    aborting = asyncio.gather(pair.at_prefill.client.abort(ROOM), pair.at_decode.client.abort(ROOM))
+    assert isinstance(await pair.at_decode.client.failure(ROOM), RoomAborted)
+    go_on()
+    await soon(aborting)
+    await served_on(pair)
+
+
+@pytest.mark.parametrize("gone", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+async def test_a_client_that_goes_away_at_any_stage(pair: Pair, stage: Stage, gone: str) -> None:
+    """As when the router dies: its streams break, nobody calls AbortRoom."""
+    clients = {
+        "prefill": await pair.at_prefill.new_client("mortal"),
+        "decode": await pair.at_decode.new_client("mortal"),
+    }
+    go_on = await stopped_at(stage, pair, ONE_CHUNK, *clients.values())
+    dying = clients if gone == "both" else {gone: clients[gone]}
+    for role, client in dying.items():
+        await client.stop()
+        hub = pair.prefill.hub if role == "prefill" else pair.decode.hub
+        await until(lambda hub=hub: "mortal" not in hub._queues)  # type: ignore[misc]
+    go_on()
+    for role, client in clients.items():
+        if role in dying:
+            continue
+        if role == "prefill" and stage in BEFORE_THE_OFFER:
+            await soon(client.abort(ROOM))
+        await client.outputs(ROOM)
+        await client.assert_each_ended_once()
+        await client.stop()
+    await served_on(pair)
+
+
+async def stopped_at(stage: Stage, pair: Pair, prompt_tokens: int, *clients: Client) -> GoOn:
+    """Submits the room to both sides and waits until it stands still."""
+    gate = Gate()
+    go_on = await stage(pair, gate)
+    request = pair.request(ROOM, prompt_tokens=prompt_tokens)
+    for client in clients or (pair.at_prefill.client, pair.at_decode.client):
+        await client.submit(request)
+    await soon(gate.reached.wait())
+    return go_on
+
+
+async def served_on(pair: Pair) -> None:
+    """What happened is over, nothing is left of it, and it does no harm to the next room."""
+    await pair.settled()
+    await pair.serve(NEXT)
+
+
+# --- messages that are lost, late or delivered twice ---
+
+
+@pytest.mark.parametrize(
+    "fate", [partial(lost, 2), partial(answer_lost, 2), twice], ids=["lost", "answer lost", "twice"]
+)
+@pytest.mark.parametrize("state", [types_pb2.TRANSFER_STATE_TRANSFERRING, types_pb2.TRANSFER_STATE_SUCCESS], ids=str)
+async def test_reports_may_be_lost_or_doubled(
+    pair: Pair, fate: Callable[..., Rule], state: types_pb2.TransferState
+) -> None:
+    pair.at_decode.tap.rules["ReportTransfer"] = fate(applies=reports(state))
+    await pair.serve(ROOM, prompt_tokens=20)
+
+
+@pytest.mark.parametrize("fate", [lost, answer_lost], ids=["lost", "answer lost"])
+async def test_decode_learns_of_a_failure_though_a_message_is_lost(pair: Pair, fate: Callable[..., Rule]) -> None:
+    failed = reports(types_pb2.TRANSFER_STATE_FAILED)
+    pair.at_decode.tap.rules["ReportTransfer"] = fate(2, applies=failed)
+    pair.prefill.engine.failure = RuntimeError("broken")
+    await pair.submit(pair.request(ROOM))
+    assert isinstance(await pair.at_prefill.client.failure(ROOM), InternalError)
+    assert isinstance(await pair.at_decode.client.failure(ROOM), InternalError)
+
+
+async def test_an_offer_that_is_delivered_twice_is_one_offer(pair: Pair) -> None:
+    pair.at_prefill.tap.rules["AllocatePages"] = twice()
+    await pair.serve(ROOM)
+
+
+@pytest.mark.parametrize("prefill_first", [True, False], ids=["request first", "offer first"])
+async def test_an_offer_whose_answer_is_lost_ends_the_room_on_both_sides(pair: Pair, prefill_first: bool) -> None:
+    pair.at_prefill.tap.rules["AllocatePages"] = answer_lost()
+    pair.faults.hold = gate = Gate()
+    request = pair.request(ROOM)
+    if prefill_first:
+        await pair.submit(request)
+        assert isinstance(await pair.at_decode.client.failure(ROOM), PeerLost)
+        assert isinstance(await pair.at_prefill.client.failure(ROOM), RoomAborted)
+    else:
+        await pair.at_decode.client.submit(request)
+        assert isinstance(await pair.at_decode.client.failure(ROOM), PeerLost)
+        await pair.settled()
+        with pytest.raises(RoomAborted):
+            await pair.at_prefill.client.submit(request)
+    gate.set()
+    await pair.settled()
+    await pair.serve(NEXT)
