@@ -8,7 +8,8 @@ import click
 
 from pd_common import config
 from pd_common.control import process, server
-from pd_common.control.servicers import AbortServicer, EngineGenerationServicer, TransferStatusServicer
+from pd_common.control.generation_servicer import EngineGenerationServicer
+from pd_common.control.servicers import AbortServicer, TransferStatusServicer
 from pd_common.runtime import Runtime
 from pd_common.types import Role
 from services.decode.drain import Drain

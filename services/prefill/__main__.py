@@ -9,11 +9,11 @@ import click
 from pd_common import config
 from pd_common.control import process, server
 from pd_common.control.clients import BootstrapClient, Connection
+from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.registry import Registry
 from pd_common.control.servicers import (
     AbortServicer,
     BootstrapServicer,
-    EngineGenerationServicer,
     TransferStatusServicer,
 )
 from pd_common.runtime import Runtime

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from pd_common.control import server
+from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.outputs import OutputHub
 from pd_common.control.server import ControlServer
-from pd_common.control.servicers import AbortServicer, EngineGenerationServicer
+from pd_common.control.servicers import AbortServicer
 from pd_common.generation import FinishReason, GenerationRequest, Output, Usage
 from pd_common.types import BootstrapAddress, BootstrapRoom, Role
 from services.router.worker import Worker

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Coroutine
 from typing import Any, cast
 
+from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.outputs import OutputHub
 from pd_common.control.registry import Registry
 from pd_common.control.servicers import (
     AbortServicer,
     BootstrapServicer,
-    EngineGenerationServicer,
     TransferStatusServicer,
 )
 from pd_common.engine.engine import Engine

@@ -1,0 +1,102 @@
+"""Generation on prefill and decode: requests in, and each subscriber's outputs step by step."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from pd.v1 import generation_pb2, generation_pb2_grpc
+
+from pd_common.control import convert
+from pd_common.control.outputs import OutputHub
+from pd_common.control.servicers import Call, RoomService
+from pd_common.errors import ClientCancelled, InvalidRequest
+from pd_common.generation import ChatMessage, ModelInfo
+from pd_common.telemetry import spans
+
+
+class TextModel(Protocol):
+    """What Generation needs of the engine."""
+
+    @property
+    def model_info(self) -> ModelInfo: ...
+
+    def tokenize(self, text: str) -> tuple[int, ...]: ...
+
+    def apply_chat_template(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]: ...
+
+
+class EngineGenerationServicer(generation_pb2_grpc.GenerationServicer):
+    """Generation on prefill and decode. `Generate` is `Submit` and `StreamOutputs` of a subscriber of its own."""
+
+    def __init__(self, service: RoomService, hub: OutputHub, model: TextModel) -> None:
+        self._service = service
+        self._hub = hub
+        self._model = model
+
+    async def GetModel(self, request: generation_pb2.GetModelRequest, context: Call) -> generation_pb2.GetModelResponse:
+        return convert.model_to(self._model.model_info)
+
+    async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: Call) -> generation_pb2.TokenizeResponse:
+        match request.WhichOneof("input"):
+            case "text":
+                ids = await asyncio.to_thread(self._model.tokenize, request.text)
+            case "chat":
+                messages = [ChatMessage(message.role, message.content) for message in request.chat.messages]
+                ids = await asyncio.to_thread(self._model.apply_chat_template, messages)
+            case _:
+                raise InvalidRequest("give text or chat", field="input")
+        return generation_pb2.TokenizeResponse(token_ids=ids)
+
+    async def Submit(self, request: generation_pb2.SubmitRequest, context: Call) -> generation_pb2.SubmitResponse:
+        await self._submit(request.request, request.subscriber, context)
+        return generation_pb2.SubmitResponse()
+
+    async def StreamOutputs(
+        self, request: generation_pb2.StreamOutputsRequest, context: Call
+    ) -> AsyncIterator[generation_pb2.StreamOutputsResponse]:
+        self._hub.subscribe(request.subscriber)
+        try:
+            yield generation_pb2.StreamOutputsResponse()
+            async for outputs in self._hub.stream(request.subscriber):
+                yield generation_pb2.StreamOutputsResponse(outputs=[convert.output_to(output) for output in outputs])
+        finally:
+            self._abandon(request.subscriber)
+
+    async def Generate(
+        self, request: generation_pb2.GenerateRequest, context: Call
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        subscriber = f"generate-{uuid.uuid4()}"
+        self._hub.subscribe(subscriber)
+        try:
+            await self._submit(request, subscriber, context)
+            async for outputs in self._hub.stream(subscriber):
+                for output in outputs:
+                    if output.error is not None:
+                        raise output.error
+                    yield generation_pb2.GenerateResponse(output=convert.output_to(output))
+                if outputs[-1].is_last:
+                    return
+        finally:
+            self._abandon(subscriber)
+
+    async def _submit(self, message: generation_pb2.GenerateRequest, subscriber: str, context: Call) -> None:
+        request = convert.request_from(message, await self._prompt_of(message))
+        self._hub.require(subscriber)
+        self._service.submit(request, spans.received(context.invocation_metadata(), request.room))
+        self._hub.own(request.room, subscriber)
+
+    async def _prompt_of(self, message: generation_pb2.GenerateRequest) -> Sequence[int]:
+        match message.WhichOneof("prompt"):
+            case "text":
+                return await asyncio.to_thread(self._model.tokenize, message.text)
+            case "input_ids":
+                return message.input_ids.ids
+            case _:
+                raise InvalidRequest("give text or input_ids", field="text")
+
+    def _abandon(self, subscriber: str) -> None:
+        for room in self._hub.unsubscribe(subscriber):
+            self._service.abandon(room, ClientCancelled("the client went away", room=room))
