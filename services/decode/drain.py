@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from pd_common.control.clients import Connection, PeerClient
 from pd_common.errors import PdError
@@ -31,15 +32,28 @@ class Drain:
     def hold(self, room: BootstrapRoom, writer: Prefill, allocation: Allocation) -> None:
         """Keeps a failed room's memory until `writer` is quiet for it."""
         self.quarantine.hold(room, [writer.writer], allocation.pages, allocation.slot, time.monotonic())
-        task = asyncio.create_task(self._seek_proof(room, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._keep(self._seek_proof(room, writer))
+
+    def give_up(self, room: BootstrapRoom, prefill: Prefill, error: PdError) -> None:
+        """Tells prefill of a room that failed before any memory was offered: its leg need not wait."""
+        self._keep(self._told(room, prefill, error))
 
     async def close(self) -> None:
         """Stops asking; what is held stays held until the process ends."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _told(self, room: BootstrapRoom, prefill: Prefill, error: PdError) -> None:
+        try:
+            await prefill.client.abort_room(room, error.message, prefill.instance, _PROOF_TIMEOUT_S)
+        except PdError as unheard:
+            _log.info("prefill was not told that room %s is given up: %s", room, unheard.message)
 
     async def _seek_proof(self, room: BootstrapRoom, writer: Prefill) -> None:
         connection = Connection(writer.connection.address)

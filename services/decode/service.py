@@ -56,6 +56,7 @@ class _Room:
     reported: asyncio.Future[None]
     concluded: asyncio.Event
     task: RoomTask | None = None
+    prefill: Prefill | None = None
     allocation: Allocation | None = None
     offered_to: Prefill | None = None
     answer: Answer | None = None
@@ -170,7 +171,7 @@ class DecodeService:
     async def _serve(self, room: _Room) -> None:
         request, trace = room.request, room.trace
         trace.enter(SpanName.PEERING)
-        await self._prefills.pair_with(request.bootstrap)
+        room.prefill = await self._prefills.pair_with(request.bootstrap)
         trace.enter(SpanName.PREALLOC_WAIT)
         room.allocation = allocation = await self._prealloc.acquire(self._pages_for(request))
         trace.enter(SpanName.ALLOCATE, pages=len(allocation.pages))
@@ -250,6 +251,8 @@ class DecodeService:
         if error is not None:
             self.transfers.fail(number, error, time.monotonic())
             self._hub.publish([Output(number, error=error)])
+            if room.prefill is not None and room.offered_to is None and not room.concluded.is_set():
+                self._drain.give_up(number, room.prefill, error)
         room.concluded.set()
         if room.answer is not None:
             await self._scheduler.leave(room.answer)

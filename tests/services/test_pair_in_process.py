@@ -109,6 +109,17 @@ async def waiting_for_memory(pair: Pair, gate: Gate) -> GoOn:
     return lambda: prealloc.release(everything)
 
 
+async def test_a_room_that_fails_before_the_offer_does_not_keep_prefill_waiting(pair: Pair) -> None:
+    gate = Gate()
+    go_on = await waiting_for_memory(pair, gate)
+    await pair.submit(pair.request(ROOM))
+    await soon(gate.reached.wait())
+    await pair.at_decode.client.abort(ROOM)
+    assert isinstance(await pair.at_decode.client.failure(ROOM), RoomAborted)
+    assert isinstance(await pair.at_prefill.client.failure(ROOM), RoomAborted)
+    go_on()
+
+
 async def offer_in_flight(pair: Pair, gate: Gate) -> GoOn:
     pair.at_prefill.tap.rules["AllocatePages"] = held(gate)
     return gate.set
