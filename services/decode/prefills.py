@@ -54,7 +54,10 @@ class OwnMemory:
 
 
 class Prefills:
-    """At most one pairing per Bootstrap address. `on_lost` is told when one ends; then its port is fenced."""
+    """At most one pairing per process, whatever names its Bootstrap address goes by.
+
+    `on_lost` is told when one ends; then its port is fenced.
+    """
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class Prefills:
 
         """
         pairing = self._pairings.get(address)
-        if pairing is None or (pairing.done() and (pairing.cancelled() or pairing.exception() is not None)):
+        if pairing is None or (pairing.done() and _result(pairing) is None):
             pairing = asyncio.create_task(self._pair(address))
             pairing.add_done_callback(_look_at_failure)
             self._pairings[address] = pairing
@@ -85,16 +88,15 @@ class Prefills:
 
     def is_current(self, prefill: Prefill) -> bool:
         """The pairing has not been lost."""
-        pairing = self._pairings.get(prefill.address)
-        if pairing is None or not pairing.done() or pairing.cancelled() or pairing.exception() is not None:
-            return False
-        return pairing.result() is prefill
+        return prefill in self._paired()
 
     async def forget(self, prefill: Prefill, why: str) -> None:
         """Ends a pairing; its rooms fail and nothing can arrive from it any more when this returns."""
         if not self.is_current(prefill):
             return
-        del self._pairings[prefill.address]
+        names = [name for name, pairing in self._pairings.items() if _result(pairing) is prefill]
+        for name in names:
+            del self._pairings[name]
         _log.info("prefill %s (%s) is lost: %s", prefill.address.target, prefill.instance.instance_id, why)
         error = PeerLost(f"prefill {prefill.address.target} is gone: {why}", peer=prefill.address.target)
         self._on_lost(prefill, error)
@@ -103,13 +105,14 @@ class Prefills:
 
     async def close(self) -> None:
         """Ends every pairing."""
-        pairings = [task for task in self._pairings.values() if task.done() and not task.cancelled()]
-        for pairing in pairings:
-            if pairing.exception() is None:
-                await self.forget(pairing.result(), "this process stops")
+        for prefill in self._paired():
+            await self.forget(prefill, "this process stops")
         for task in (*self._watches, *self._pairings.values()):
             task.cancel()
         await asyncio.gather(*self._watches, *self._pairings.values(), return_exceptions=True)
+
+    def _paired(self) -> set[Prefill]:
+        return {prefill for pairing in self._pairings.values() if (prefill := _result(pairing)) is not None}
 
     async def _pair(self, address: BootstrapAddress) -> Prefill:
         bootstrap = Connection(address.target)
@@ -117,6 +120,9 @@ class Prefills:
             rank = _only_rank(await BootstrapClient(bootstrap).get_topology(), address)
         finally:
             await bootstrap.close()
+        for prefill in self._paired():
+            if prefill.instance == rank.instance:
+                return prefill  # known by another name already
         connection = Connection(rank.control_address)
         port = self._transport.listen(self._own.regions)
         try:
@@ -169,6 +175,13 @@ class Prefills:
             return f"no beat for {patience_s:.1f} s"
         except StopAsyncIteration:
             return "it ended the pairing"
+
+
+def _result(pairing: asyncio.Task[Prefill]) -> Prefill | None:
+    """The prefill; None while it is not paired, and when pairing has failed."""
+    if not pairing.done() or pairing.cancelled() or pairing.exception() is not None:
+        return None
+    return pairing.result()
 
 
 async def _fence(prefill: Prefill) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -107,6 +108,20 @@ async def waiting_for_memory(pair: Pair, gate: Gate) -> GoOn:
 
     prealloc.acquire = acquire  # type: ignore[method-assign]
     return lambda: prealloc.release(everything)
+
+
+async def test_a_prefill_with_two_names_is_one_prefill(pair: Pair) -> None:
+    gate = pair.prefill.engine.shut()
+    first = pair.request(ROOM)
+    await pair.submit(first)
+    await soon(gate.reached.wait())
+    second = pair.request(NEXT)
+    second = replace(second, bootstrap=replace(second.bootstrap, host="localhost"))
+    await pair.submit(second)
+    await state_reached(pair.prefill.transfers, NEXT, TransferState.WAITING_FOR_INPUT)
+    gate.set()
+    await pair.assert_answered(first)
+    await pair.assert_answered(second)
 
 
 async def test_a_room_that_fails_before_the_offer_does_not_keep_prefill_waiting(pair: Pair) -> None:
