@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -39,8 +39,8 @@ EXPECTED = frozenset({SpanName.ROUTE, SpanName.PREFILL, SpanName.DECODE})
 """When these have ended, the room's trace is complete."""
 
 
-def render(spans: Sequence[RecordedSpan]) -> RenderableType:
-    """The waterfall and the summary."""
+def show(spans: Sequence[RecordedSpan], console: Console) -> None:
+    """Prints the waterfall and the summary."""
     begin, end = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("process", min_width=7)
@@ -59,12 +59,7 @@ def render(spans: Sequence[RecordedSpan]) -> RenderableType:
             _bar(span, begin, end, colour),
             _details(span),
         )
-    return Group(table, _summary(spans))
-
-
-def show(spans: Sequence[RecordedSpan], console: Console) -> None:
-    """Prints it."""
-    console.print(render(spans))
+    console.print(table, _summary(spans))
 
 
 def _bar(span: RecordedSpan, begin: int, end: int, colour: str) -> Text:

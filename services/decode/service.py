@@ -51,6 +51,7 @@ class _Room:
     """
 
     request: GenerationRequest
+    prompt_digest: bytes
     deadline_s: float
     trace: RoomTrace
     reported: asyncio.Future[None]
@@ -119,16 +120,11 @@ class DecodeService:
         if request.room in self._rooms and self.transfers.find(request.room) is None:  # its answer outlives its record
             raise RoomInUse(f"room {request.room} has not ended yet", room=request.room)
         now = time.monotonic()
-        self.transfers.open(
-            request.room,
-            rid=request.rid,
-            prompt_digest=digest_prompt(request.prompt),
-            deadline_s=now + request.timeout_s,
-            now=now,
-        )
+        deadline_s, digest = now + request.timeout_s, digest_prompt(request.prompt)
+        self.transfers.open(request.room, rid=request.rid, prompt_digest=digest, deadline_s=deadline_s, now=now)
         trace = RoomTrace(SpanName.DECODE, request.room, parent, prompt_tokens=len(request.prompt), rid=request.rid)
         reported = asyncio.get_running_loop().create_future()
-        room = _Room(request, now + request.timeout_s, trace, reported, asyncio.Event())
+        room = _Room(request, digest, deadline_s, trace, reported, asyncio.Event())
         self._rooms[request.room] = room
         room.task = RoomTask(self._serve(room), lambda error: self._conclude(room, error))
 
@@ -204,7 +200,7 @@ class DecodeService:
             slot=allocation.slot,
             decode_prefix_len=0,
             prompt_tokens=len(request.prompt),
-            prompt_digest=digest_prompt(request.prompt),
+            prompt_digest=room.prompt_digest,
         )
         receiver = KVReceiver(request.room, offer, self._pool, self._metadata, with_digest=self._with_digest)
         room.offered_to = prefill

@@ -7,18 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from pd_common.engine.engine import Engine
 from tests.engine.oracle import Oracle
 from tests.tiny_models import tiny_model
 
 LoadEngine = Callable[..., Engine]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
