@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo serve test bench lint proto clean
+.PHONY: help demo serve test test-chaos bench lint proto clean
 
 help: ## what can be made
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: install Python 3.11 or newer (with its venv module), or say make PYTHON=..."; exit 1; }
@@ -27,6 +27,9 @@ serve: $(VENV)/.ready ## the same three processes, left running until Ctrl-C
 
 test: lint ## all tests
 	@$(BIN)/python -m pytest
+
+test-chaos: $(VENV)/.ready-dev ## faults by the hundred: kills, stops and restarts under load; takes minutes
+	@$(BIN)/python -m pytest -m chaos
 
 bench: $(VENV)/.ready ## how fast pages move between two processes of this machine, beside a memcpy in the same run
 	@$(BIN)/python tests/benchmarks/transfer_bench.py

@@ -16,8 +16,8 @@ from pd_common.handoff.chunk import PoolBuffers
 from pd_common.handoff.metadata import METADATA_SCHEMA, MetadataBuffers
 from pd_common.handoff.table import TransferTable
 from pd_common.telemetry import spans
+from pd_common.transport.backends import open_transport
 from pd_common.transport.base import MemoryRegion, Transport
-from pd_common.transport.ucx.transport import UcxTransport
 from pd_common.types import Instance, Role
 
 _MAX_FINISHED_ROOMS = 100_000
@@ -43,7 +43,7 @@ class Runtime:
 
         Raises:
             InvalidRequest: the model or an option cannot be served.
-            TransportUnavailable: UCX cannot be loaded.
+            TransportUnavailable: the library of the data plane cannot be loaded.
         """
         process.share_interpreter()
         instance = process.new_instance(role)
@@ -51,7 +51,7 @@ class Runtime:
         model = config.pick(config.ModelConfig, options)
         engine = _load(model)
         metadata = MetadataBuffers(2 * model.max_running_requests)
-        transport = UcxTransport(config.pick(config.TransportConfig, options).ucx_library)
+        transport = open_transport(config.pick(config.TransportConfig, options))
         regions = (MemoryRegion(*engine.pool.region), metadata.region)
         for region in regions:
             transport.register(region)

@@ -17,7 +17,7 @@ from enum import Enum, auto
 
 from pd_common.errors import InternalError, InvalidRequest, PagesInvalid, PdError, PeerLost, TransferFailed
 from pd_common.transport.base import MemoryRegion, Puts, TransportInfo, WriteReceipt
-from pd_common.transport.ucx.regions import RegionTable, check_shape
+from pd_common.transport.regions import RegionTable, check_shape
 
 _ADDRESS = struct.Struct("<4sH16s")
 _MAGIC = b"PDLB"

@@ -14,11 +14,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pd_common.config import TransportConfig
 from pd_common.transport.base import InboundPort, MemoryRegion, Puts, Transport
 
 BUFFER_BYTES = 1 << 20
+_ROOT = Path(__file__).parents[2]
 CARRIERS: dict[str, dict[str, str]] = {"cma": {}, "tcp": {"UCX_TLS": "tcp,self"}}
 """Environment with which UCX carries by this transport on one host."""
+
+
+def transport_config(backend: str) -> TransportConfig:
+    """A backend with nothing else asked for."""
+    return TransportConfig(transfer_backend=backend, ucx_library="wheel", digest=True)
 
 
 class Memory:
@@ -80,9 +87,10 @@ class LocalReceiver:
 class ProcessReceiver:
     """In a process of its own, which can be stopped and killed."""
 
-    def __init__(self, environment: dict[str, str], size_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(self, environment: dict[str, str], size_bytes: int = BUFFER_BYTES, backend: str = "ucx") -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("peer_process.py")), str(size_bytes)],
+            [sys.executable, "-m", "tests.transport.peer_process", backend, str(size_bytes)],
+            cwd=_ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

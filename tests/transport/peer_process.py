@@ -1,4 +1,4 @@
-"""A process with one UcxTransport and one buffer, told over stdin what to do: a JSON object a line, one answer each."""
+"""A process with one transport and one buffer, told over stdin what to do: a JSON object a line, one answer each."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from pd_common.transport.backends import open_transport
 from pd_common.transport.base import Channel, InboundPort, MemoryRegion, Puts
-from pd_common.transport.ucx.transport import UcxTransport
+from tests.transport.pairs import transport_config
 
 
 class Peer:
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, backend: str, size_bytes: int) -> None:
         self._mapping = mmap.mmap(-1, size_bytes)
         self._memory = np.frombuffer(self._mapping, dtype=np.uint8)
         self._region = MemoryRegion(self._memory.ctypes.data, size_bytes)
-        self._transport = UcxTransport()
+        self._transport = open_transport(transport_config(backend))
         self._transport.register(self._region)
         self._ports: list[InboundPort] = []
         self._writes: list[asyncio.Task[Any]] = []
@@ -69,8 +70,8 @@ class Peer:
             await channel.write(Puts(*(np.array([value]) for value in (self._region.base, base, length))))
 
 
-async def serve(size_bytes: int) -> None:
-    peer = Peer(size_bytes)
+async def serve(backend: str, size_bytes: int) -> None:
+    peer = Peer(backend, size_bytes)
     while line := await asyncio.to_thread(sys.stdin.readline):
         command = json.loads(line)
         answer = getattr(peer, command.pop("call"))(**command)
@@ -80,4 +81,4 @@ async def serve(size_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1])))
+    asyncio.run(serve(sys.argv[1], int(sys.argv[2])))

@@ -39,8 +39,13 @@ _DEFAULT_OPTIONS = {
     "TCP_RX_SEG_SIZE": "256K",
     # Copies per progress call: each call costs a wait for the interpreter lock while other threads run Python code.
     "CMA_TX_QUOTA": "64",
+    # A worker that only receives PUTs never counts as active: UCX would wake its own thread for every piece that arrives.
+    "ADAPTIVE_PROGRESS": "n",
 }
 """What differs from UCX's own defaults; a user's UCX_* variable wins."""
+
+_PROGRESS_BURST = 32
+"""Calls of progress in a row: a stream over tcp needs thousands a second, and only the call itself lets others run."""
 
 
 class UCXError(Exception):
@@ -180,9 +185,13 @@ class UCXWorker:
             return ""
         return str(ffi.string(text).decode(errors="replace"))
 
-    def progress(self) -> int:
-        """Moves everything of this worker on, without waiting; 0 when there was nothing to do."""
-        return int(self._lib.ucp_worker_progress(self._handle))
+    def progress(self) -> bool:
+        """Moves everything of this worker on, without waiting; False when there was nothing to do."""
+        progress, worker = self._lib.ucp_worker_progress, self._handle
+        for call in range(_PROGRESS_BURST):
+            if not progress(worker):
+                return call > 0
+        return True
 
     def arm(self) -> bool:
         """Whether `event_fd` will tell of the next event; False when there is one already."""

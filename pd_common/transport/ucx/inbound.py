@@ -40,7 +40,7 @@ class Inbound:
         return inbound, PortAddress(inbound.worker.address(), offers[0], tuple(offers[1:])).pack()
 
     def drive(self) -> bool:
-        return self.worker.progress() > 0
+        return self.worker.progress()
 
     def abandon(self, error: PdError) -> None:
         """Nobody waits for anything here."""

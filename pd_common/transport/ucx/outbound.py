@@ -109,7 +109,7 @@ class Outbound:
         self._settle_all()
 
     def drive(self) -> bool:
-        progressed = self.worker.progress() > 0
+        progressed = self.worker.progress()
         moved = self._advance() if self._state is _State.OPEN else self._wind_down()
         return moved or progressed
 

@@ -22,7 +22,7 @@ from pd_common.transport.ucx.inbound import Inbound
 from pd_common.transport.ucx.library import WHEEL, load_library
 from pd_common.transport.ucx.outbound import Outbound, repeated
 from pd_common.transport.ucx.progress import ProgressThread
-from pd_common.transport.ucx.regions import Addresses, RegionTable, check_shape
+from pd_common.transport.regions import Addresses, RegionTable, check_shape
 from pd_common.transport.ucx.write import Posting, Write
 
 T = TypeVar("T")
