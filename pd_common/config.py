@@ -76,6 +76,8 @@ class TransportConfig:
 
     transfer_backend: str
     ucx_library: str
+    ucx_binding: str
+    ib_device: str | None
     digest: bool
 
 
@@ -166,10 +168,19 @@ def transport_options(command: _F) -> _F:
         command,
         click.option(
             "--transfer-backend", "--disaggregation-transfer-backend", "transfer_backend", default="ucx",
-            type=click.Choice(["ucx"]), help="Library that moves pages.",
+            type=click.Choice(["ucx", "nixl", "mooncake", "fake"]),
+            help="Library that moves pages; fake moves none and serves only requests whose bootstrap host is 2.2.2.2.",
         ),
         click.option(
             "--ucx-library", default="wheel", help="Which UCX: wheel (libucx-cu12), system, or a path of libucp.so.",
+        ),
+        click.option(
+            "--ucx-binding", default="own", type=click.Choice(["own", "ucx-py"]),
+            help="How UCX is called: by this project's own binding, or by an installed ucx-py.",
+        ),
+        click.option(
+            "--ib-device", "--disaggregation-ib-device", "ib_device",
+            help="Network devices that carry pages, for example mlx5_0 or mlx5_0,mlx5_1.  [default: the library's choice]",
         ),
         click.option(
             "--digest/--no-digest", default=True, help="Check a digest of all pages before the first decoded token.",

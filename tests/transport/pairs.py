@@ -25,7 +25,9 @@ CARRIERS: dict[str, dict[str, str]] = {"cma": {}, "tcp": {"UCX_TLS": "tcp,self"}
 
 def transport_config(backend: str) -> TransportConfig:
     """A backend with nothing else asked for."""
-    return TransportConfig(transfer_backend=backend, ucx_library="wheel", digest=True)
+    return TransportConfig(
+        transfer_backend=backend, ucx_library="wheel", ucx_binding="own", ib_device=None, digest=True
+    )
 
 
 class Memory:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from pd_common.errors import InternalError, InvalidRequest, PdError, TransferFailed
 from pd_common.transport.base import MemoryRegion
+from pd_common.transport.regions import RegionTable
 from pd_common.transport.ucx.address import MAX_ADDRESS_BYTES, OfferedRegion, PortAddress
 from pd_common.transport.ucx.binding import UCXWorker
 from pd_common.transport.ucx.progress import ProgressThread, settled
-from pd_common.transport.regions import RegionTable
 
 offers = st.builds(
     OfferedRegion,

@@ -39,7 +39,7 @@ _DEFAULT_OPTIONS = {
     "TCP_RX_SEG_SIZE": "256K",
     # Copies per progress call: each call costs a wait for the interpreter lock while other threads run Python code.
     "CMA_TX_QUOTA": "64",
-    # A worker that only receives PUTs never counts as active: UCX would wake its own thread for every piece that arrives.
+    # A worker that only receives PUTs never counts as active: UCX would wake a thread of its own for every piece.
     "ADAPTIVE_PROGRESS": "n",
 }
 """What differs from UCX's own defaults; a user's UCX_* variable wins."""

@@ -16,13 +16,13 @@ import numpy as np
 
 from pd_common.errors import InternalError, PagesInvalid, PeerLost, TransferFailed, TransportUnavailable
 from pd_common.transport.base import MemoryRegion, Puts, TransportInfo, WriteReceipt
+from pd_common.transport.regions import Addresses, RegionTable, check_shape
 from pd_common.transport.ucx.address import PortAddress
 from pd_common.transport.ucx.binding import UCXContext, UCXError, UCXMemoryHandle, pd_error
 from pd_common.transport.ucx.inbound import Inbound
 from pd_common.transport.ucx.library import WHEEL, load_library
 from pd_common.transport.ucx.outbound import Outbound, repeated
 from pd_common.transport.ucx.progress import ProgressThread
-from pd_common.transport.regions import Addresses, RegionTable, check_shape
 from pd_common.transport.ucx.write import Posting, Write
 
 T = TypeVar("T")
