@@ -180,7 +180,7 @@ def transport_options(command: _F) -> _F:
         ),
         click.option(
             "--ib-device", "--disaggregation-ib-device", "ib_device",
-            help="Network devices that carry pages, for example mlx5_0 or mlx5_0,mlx5_1.  [default: the library's choice]",
+            help="Network devices that carry pages, as in mlx5_0 or mlx5_0,mlx5_1.  [default: the library's choice]",
         ),
         click.option(
             "--digest/--no-digest", default=True, help="Check a digest of all pages before the first decoded token.",

@@ -43,7 +43,7 @@ def test_defaults_are_whole_settings() -> None:
     options = parse("--model", "m")
     assert config.pick(ModelConfig, options) == ModelConfig(Path("m"), "auto", "auto", None, 16, 65536, 32)
     assert config.pick(ListenConfig, options) == ListenConfig("127.0.0.1", 8998, None)
-    assert config.pick(TransportConfig, options) == TransportConfig("ucx", "wheel", digest=True)
+    assert config.pick(TransportConfig, options) == TransportConfig("ucx", "wheel", "own", None, digest=True)
     assert asdict(config.pick(RoomConfig, options)) == {"drain_timeout_s": 30.0, "room_retention_s": 300.0}
 
 
@@ -80,7 +80,8 @@ def test_every_option_is_the_environment_variable_of_its_name(
 ) -> None:
     """`--page-size` is PD_PAGE_SIZE, says the help of every command: a value that is refused was read."""
     variable = "PD_" + flag.opts[0].removeprefix("--").replace("-", "_").upper()
-    values = {"dtype": "x", "device": "x", "host": "x", "advertise_host": "x", "ucx_library": "x", "model": "x"}
+    names = ("dtype", "device", "host", "advertise_host", "ucx_library", "ib_device", "model")
+    values = dict.fromkeys(names, "x")
     monkeypatch.setenv(variable, values.get(str(flag.name), "certainly not valid"))
     args = [] if flag.name == "model" else ["--model", "m"]
     if flag.name in values:
