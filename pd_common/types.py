@@ -30,14 +30,19 @@ class BufferKind(StrEnum):
 
     KEY = "key"
     VALUE = "value"
+    KEY_VALUE = "key_value"
+    """Both: layer by layer, the keys of a page before its values."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """One buffer of a pool as a peer must see it: page `p` lies at `base + p * item_len_bytes`."""
+    """One buffer of a pool as a peer must see it: page `p` lies at `base + p * item_len_bytes`.
+
+    A page holds the layers of `layer_ids` one after the other.
+    """
 
     kind: BufferKind
-    layer_id: int
+    layer_ids: tuple[int, ...]
     item_len_bytes: int
 
 

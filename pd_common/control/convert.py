@@ -40,7 +40,11 @@ MAX_TIMEOUT_S = 1_000_000.0
 DEFAULT_BOOTSTRAP_PORT = 8998
 
 _ROLE = {Role.PREFILL: types_pb2.ROLE_PREFILL, Role.DECODE: types_pb2.ROLE_DECODE}
-_KIND = {BufferKind.KEY: types_pb2.BUFFER_KIND_KEY, BufferKind.VALUE: types_pb2.BUFFER_KIND_VALUE}
+_KIND = {
+    BufferKind.KEY: types_pb2.BUFFER_KIND_KEY,
+    BufferKind.VALUE: types_pb2.BUFFER_KIND_VALUE,
+    BufferKind.KEY_VALUE: types_pb2.BUFFER_KIND_KEY_VALUE,
+}
 _STATE = {
     TransferState.BOOTSTRAPPING: types_pb2.TRANSFER_STATE_BOOTSTRAPPING,
     TransferState.WAITING_FOR_INPUT: types_pb2.TRANSFER_STATE_WAITING_FOR_INPUT,
@@ -100,7 +104,7 @@ def layout_to(layout: KvLayout) -> types_pb2.KvLayout:
         metadata_schema=layout.metadata_schema,
         software_version=layout.software_version,
         buffers=[
-            types_pb2.BufferSpec(kind=_KIND[b.kind], layer_id=b.layer_id, item_len_bytes=b.item_len_bytes)
+            types_pb2.BufferSpec(kind=_KIND[b.kind], layer_ids=b.layer_ids, item_len_bytes=b.item_len_bytes)
             for b in layout.buffers
         ],
     )
@@ -124,7 +128,7 @@ def _buffer_from(message: types_pb2.BufferSpec) -> BufferSpec:
     kind = _KIND_BACK.get(message.kind)
     if kind is None:
         raise InvalidRequest("layout.buffers holds a buffer of unknown kind", field="layout.buffers.kind")
-    return BufferSpec(kind, message.layer_id, message.item_len_bytes)
+    return BufferSpec(kind, tuple(message.layer_ids), message.item_len_bytes)
 
 
 def rank_to(rank: RankInfo) -> bootstrap_pb2.RankInfo:

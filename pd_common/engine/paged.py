@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pd_common.engine.attention import AttentionCall
 from pd_common.engine.batch import Batch, Int64s, Rows
@@ -18,23 +19,24 @@ from pd_common.kv.pool import KVPool, LayerPages
 
 BUCKET_SHORTEST_SHARE = 0.5
 """A sequence shorter than this share of a bucket's longest goes to the next bucket: padding is work too."""
+_HOST_BUCKET_BYTES = 2 << 20
+"""Keys that one bucket may gather on a CPU (one sequence always may): beyond its cache, each alone is several times
+faster."""
+_DEVICE_BUCKET_BYTES = 256 << 20
+"""The same elsewhere, where each call costs more than the padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Tokens of one sequence in the pool: read in place when its pages are consecutive, else gathered by page.
+    """What b sequences see of the pool: of the m pages that each has in `table`, `[b * m]`, the tokens `tokens`."""
 
-    `first` counts tokens from the pool's start, or from the first gathered page on.
-    """
+    table: torch.Tensor
+    tokens: slice
 
-    first: int
-    length: int
-    gather: torch.Tensor | None
-
-    def read(self, pages: torch.Tensor) -> torch.Tensor:
-        """`[length, kv_heads, dim]` out of `[num_pages, page_size, kv_heads, dim]`."""
-        source = pages if self.gather is None else pages.index_select(0, self.gather)
-        return source.flatten(0, 1)[self.first : self.first + self.length]
+    def read(self, stored: torch.Tensor, sequences: int) -> torch.Tensor:
+        """`[sequences, tokens, kv_heads, dim]` out of `[num_pages, page_size, kv_heads, dim]`."""
+        gathered = stored.index_select(0, self.table)
+        return gathered.view(sequences, -1, *gathered.shape[2:])[:, self.tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +49,12 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Token:
-    """One decode token of one sequence, attended alone."""
-
-    row: int
-    span: _Span
-
-
-@dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Decode tokens of b sequences of similar length, pages scattered: table `[b * m]`, mask `[b, m * page_size]`."""
+    """One token each of b sequences of similar length: mask `[b, tokens of the span]`, or none if all see all of it."""
 
     rows: torch.Tensor
-    table: torch.Tensor
-    mask: torch.Tensor
+    span: _Span
+    mask: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +62,6 @@ class _Plan:
     """How the step is attended by all layers that have the same window."""
 
     chunks: tuple[_Chunk, ...]
-    tokens: tuple[_Token, ...]
     buckets: tuple[_Bucket, ...]
 
 
@@ -79,7 +72,8 @@ class PagedStep:
         self._pool = pool
         self._rows = batch.rows
         self._device = pool.layer(pool.layers[0].layer_id).key.device
-        self._slots = self._indices(np.concatenate([_slots(rows, pool.page_size) for rows in batch.rows]))
+        pages, places = zip(*(_pages_and_places(rows, pool.page_size) for rows in batch.rows), strict=True)
+        self._slots = self._indices(np.concatenate(pages)), self._indices(np.concatenate(places))
         self._begun_pages = self._indices(_pages_begun_not_filled(batch.rows, pool.page_size))
         self._plans: dict[int | None, _Plan] = {}
 
@@ -95,11 +89,8 @@ class PagedStep:
         for chunk in plan.chunks:
             key, value = self._keys_and_values(chunk, pages, call)
             out[chunk.rows] = attend_chunk(call, call.query[0, :, chunk.rows], key, value, chunk.mask)
-        for token in plan.tokens:
-            key, value = token.span.read(pages.key)[None], token.span.read(pages.value)[None]
-            out[token.row] = attend_tokens(call, queries[token.row, None], key, value, None)[0]
         for bucket in plan.buckets:
-            key, value = _read_bucket(bucket, pages.key), _read_bucket(bucket, pages.value)
+            key, value = (bucket.span.read(stored, len(bucket.rows)) for stored in (pages.key, pages.value))
             out[bucket.rows] = attend_tokens(call, queries[bucket.rows], key, value, bucket.mask)
         return out[None]
 
@@ -108,25 +99,19 @@ class PagedStep:
             # The unwritten tail of a page is gathered with the rest of it: what its last owner left must not be read.
             if len(self._begun_pages):
                 stored.index_fill_(0, self._begun_pages, 0)
-            stored.flatten(0, 1).index_copy_(0, self._slots, fresh[0].transpose(0, 1))
+            stored.index_put_(self._slots, fresh[0].transpose(0, 1))
 
     @staticmethod
     def _keys_and_values(chunk: _Chunk, pages: LayerPages, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         if chunk.span is None:
             return call.key[0, :, chunk.rows].transpose(0, 1), call.value[0, :, chunk.rows].transpose(0, 1)
-        return chunk.span.read(pages.key), chunk.span.read(pages.value)
+        return chunk.span.read(pages.key, 1)[0], chunk.span.read(pages.value, 1)[0]
 
     def _plan(self, window: int | None, like: torch.Tensor) -> _Plan:
-        chunks, tokens, scattered = [], [], []
-        for rows in self._rows:
-            if rows.end - rows.start > 1:
-                chunks.append(self._chunk(rows, window, like))
-            elif (span := self._span(rows, _first_visible(rows, window))).gather is None:
-                tokens.append(_Token(rows.first, span))
-            else:
-                scattered.append(rows)
-        buckets = [self._bucket(group, window, like) for group in _by_length(scattered)]
-        return _Plan(tuple(chunks), tuple(tokens), tuple(buckets))
+        chunks = [self._chunk(rows, window, like) for rows in self._rows if rows.end - rows.start > 1]
+        tokens = [rows for rows in self._rows if rows.end - rows.start == 1]
+        buckets = [self._bucket(group, window, like) for group in self._grouped(tokens)]
+        return _Plan(tuple(chunks), tuple(buckets))
 
     def _chunk(self, rows: Rows, window: int | None, like: torch.Tensor) -> _Chunk:
         here = slice(rows.first, rows.first + rows.end - rows.start)
@@ -134,31 +119,44 @@ class PagedStep:
         if rows.start == 0 and (window is None or rows.end <= window):
             return _Chunk(here, None, None)
         mask = causal_mask(range(rows.start, rows.end), range(first, rows.end), window, like)
-        return _Chunk(here, None if rows.start == 0 else self._span(rows, first), mask)
-
-    def _span(self, rows: Rows, first: int) -> _Span:
-        size = self._pool.page_size
-        pages = rows.pages[first // size : -(-rows.end // size)]
-        consecutive = bool((np.diff(pages) == 1).all())
-        start = int(pages[0]) * size if consecutive else 0
-        return _Span(start + first % size, rows.end - first, None if consecutive else self._indices(pages))
+        if rows.start == 0:
+            return _Chunk(here, None, mask)
+        table, low, high = _visible(rows, first, self._pool.page_size)
+        return _Chunk(here, _Span(self._indices(table), slice(low, high)), mask)
 
     def _bucket(self, group: Sequence[Rows], window: int | None, like: torch.Tensor) -> _Bucket:
         """Tables are padded with a sequence's own first visible page: finite numbers, then masked."""
-        size = self._pool.page_size
-        firsts = [_first_visible(rows, window) for rows in group]
-        tables = [rows.pages[first // size : -(-rows.end // size)] for rows, first in zip(group, firsts, strict=True)]
-        longest = max(len(table) for table in tables)
-        padded = np.stack([np.pad(table, (0, longest - len(table)), constant_values=table[0]) for table in tables])
-        lows = np.array([[first % size] for first in firsts])
-        highs = np.array([[rows.end - first // size * size] for rows, first in zip(group, firsts, strict=True)])
-        at = np.arange(longest * size)[None, :]
-        hidden = torch.from_numpy((at < lows) | (at >= highs)).to(self._device)
+        visible = [_visible(rows, _first_visible(rows, window), self._pool.page_size) for rows in group]
+        longest = max(len(table) for table, _, _ in visible)
+        padded = [np.pad(table, (0, longest - len(table)), constant_values=table[0]) for table, _, _ in visible]
+        lows, highs = np.array([low for _, low, _ in visible]), np.array([high for _, _, high in visible])
+        tokens = slice(int(lows.min()), int(highs.max()))
+        at = np.arange(tokens.start, tokens.stop)[None, :]
+        hidden = (at < lows[:, None]) | (at >= highs[:, None])
         return _Bucket(
             rows=self._indices(np.array([rows.first for rows in group])),
-            table=self._indices(padded.reshape(-1)),
-            mask=torch.zeros(hidden.shape, dtype=like.dtype, device=self._device).masked_fill_(hidden, float("-inf")),
+            span=_Span(self._indices(np.concatenate(padded)), tokens),
+            mask=self._mask(hidden, like) if hidden.any() else None,
         )
+
+    def _grouped(self, tokens: list[Rows]) -> Iterator[list[Rows]]:
+        """Groups of similar length that are worth gathering together, longest first."""
+        first = self._pool.layers[0]
+        token_bytes = first.kv_heads * first.k_dim * self._pool.dtype.itemsize
+        limit = _HOST_BUCKET_BYTES if self._device.type == "cpu" else _DEVICE_BUCKET_BYTES
+        group: list[Rows] = []
+        for rows in sorted(tokens, key=lambda rows: -rows.end):
+            too_short = bool(group) and rows.end < BUCKET_SHORTEST_SHARE * group[0].end
+            if too_short or (group and (len(group) + 1) * group[0].end * token_bytes > limit):
+                yield group
+                group = []
+            group.append(rows)
+        if group:
+            yield group
+
+    def _mask(self, hidden: NDArray[np.bool_], like: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(hidden.shape, dtype=like.dtype, device=self._device)
+        return mask.masked_fill_(torch.from_numpy(hidden).to(self._device), float("-inf"))
 
     def _indices(self, values: Int64s) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -169,11 +167,16 @@ def _first_visible(rows: Rows, window: int | None) -> int:
     return 0 if window is None else max(rows.start - window + 1, 0)
 
 
-def _slots(rows: Rows, page_size: int) -> Int64s:
-    """Where tokens `[start, end)` are kept, counted in tokens from the pool's start."""
+def _pages_and_places(rows: Rows, page_size: int) -> tuple[Int64s, Int64s]:
+    """Where tokens `[start, end)` are kept: their pages, and their places in them."""
     positions = np.arange(rows.start, rows.end)
-    slots: Int64s = rows.pages[positions // page_size] * page_size + positions % page_size
-    return slots
+    return rows.pages[positions // page_size], positions % page_size
+
+
+def _visible(rows: Rows, first: int, page_size: int) -> tuple[Int64s, int, int]:
+    """Pages that hold positions from `first` on, and where these begin and end, counted in tokens of those pages."""
+    skipped = first // page_size
+    return rows.pages[skipped : -(-rows.end // page_size)], first % page_size, rows.end - skipped * page_size
 
 
 def _pages_begun_not_filled(items: Sequence[Rows], page_size: int) -> Int64s:
@@ -184,21 +187,3 @@ def _pages_begun_not_filled(items: Sequence[Rows], page_size: int) -> Int64s:
         if (tail := rows.end % page_size) and rows.end - tail >= rows.start
     ]
     return np.array(begun, dtype=np.int64)
-
-
-def _by_length(scattered: list[Rows]) -> Iterator[list[Rows]]:
-    """Groups of similar length, longest first."""
-    group: list[Rows] = []
-    for rows in sorted(scattered, key=lambda rows: -rows.end):
-        if group and rows.end < BUCKET_SHORTEST_SHARE * group[0].end:
-            yield group
-            group = []
-        group.append(rows)
-    if group:
-        yield group
-
-
-def _read_bucket(bucket: _Bucket, pages: torch.Tensor) -> torch.Tensor:
-    """`[b, m * page_size, kv_heads, dim]`."""
-    gathered = pages.index_select(0, bucket.table)
-    return gathered.view(len(bucket.rows), -1, *gathered.shape[2:])

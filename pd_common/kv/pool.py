@@ -1,4 +1,4 @@
-"""The paged KV pool: one key and one value buffer per layer, all cut from one allocation that a transport can register.
+"""The paged KV pool: one buffer in which a page holds the keys and values of all layers, so that it moves as one piece.
 
 Knows tensors and addresses, but not which request a page belongs to.
 """
@@ -28,15 +28,19 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """Views into the pool: key `[num_pages, page_size, kv_heads, k_dim]`, value the same with `v_dim`."""
+    """Views into the pool: key `[num_pages, page_size, kv_heads, k_dim]`, value the same with `v_dim`.
+
+    What one page holds of a layer is contiguous; the stride from page to page is that of the whole pool.
+    """
 
     key: torch.Tensor
     value: torch.Tensor
 
 
 class KVPool:
-    """Page `p` of buffer `i` lies at `data_ptrs[i] + p * kv_item_lens[i]` for as long as the pool lives.
+    """Page `p` is `kv_item_lens[0]` bytes at `data_ptrs[0] + p * kv_item_lens[0]` for as long as the pool lives.
 
+    Within a page the layers follow each other, each with its keys and then its values, `[page_size, kv_heads, dim]`.
     Pages start as zeros that cost no memory until they are touched. Every number in a page that attention may read is
     finite: it was zero, written by the model, or copied from such a page.
     """
@@ -50,15 +54,19 @@ class KVPool:
         self.num_pages = num_pages
         self.dtype = dtype
         self.layers = tuple(layers)
-        self.buffers: tuple[BufferSpec, ...] = tuple(
-            BufferSpec(kind, layer.layer_id, page_size * layer.kv_heads * dim * dtype.itemsize)
-            for layer in layers
-            for kind, dim in ((BufferKind.KEY, layer.k_dim), (BufferKind.VALUE, layer.v_dim))
-        )
-        offsets = [0, *accumulate(num_pages * buffer.item_len_bytes for buffer in self.buffers)]
-        self._backing = _zeros(offsets[-1], device)
-        self._offsets = offsets[:-1]
-        self._pages = {layer.layer_id: self._views(index, layer) for index, layer in enumerate(layers)}
+        sizes = [page_size * layer.kv_heads * dim for layer in layers for dim in (layer.k_dim, layer.v_dim)]
+        *starts, self._page_numel = accumulate(sizes, initial=0)
+        page_bytes = self._page_numel * dtype.itemsize
+        layer_ids = tuple(layer.layer_id for layer in layers)
+        self.buffers = (BufferSpec(BufferKind.KEY_VALUE, layer_ids, page_bytes),)
+        self._backing = _zeros(num_pages * page_bytes, device)
+        self._pages = {
+            layer.layer_id: LayerPages(
+                self._view(starts[2 * index], layer.kv_heads, layer.k_dim),
+                self._view(starts[2 * index + 1], layer.kv_heads, layer.v_dim),
+            )
+            for index, layer in enumerate(layers)
+        }
 
     @property
     def num_tokens(self) -> int:
@@ -72,30 +80,30 @@ class KVPool:
 
     @property
     def region(self) -> tuple[int, int]:
-        """Address and length in bytes of the one allocation behind all buffers; it starts on an OS page."""
+        """Address and length in bytes of the one allocation behind all pages; it starts on an OS page."""
         return self._backing.data_ptr(), self._backing.numel()
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """For each buffer its address, its length in bytes and the bytes of one page."""
-        item_lens = list(self.kv_item_lens)
-        base, _ = self.region
-        return [base + offset for offset in self._offsets], [self.num_pages * item for item in item_lens], item_lens
+        base, length = self.region
+        return [base], [length], list(self.kv_item_lens)
 
     def layer(self, layer_id: int) -> LayerPages:
         """Key and value pages of one layer."""
         return self._pages[layer_id]
 
-    def _views(self, index: int, layer: LayerSpec) -> LayerPages:
-        key, value = (
-            self._view(2 * index + place, (self.num_pages, self.page_size, layer.kv_heads, dim))
-            for place, dim in enumerate((layer.k_dim, layer.v_dim))
-        )
-        return LayerPages(key, value)
+    def zero(self, pages: Sequence[int]) -> None:
+        """Makes pages zeros again; returns when they are."""
+        index = torch.tensor(pages, dtype=torch.int64, device=self._backing.device)
+        self._backing.view(self.num_pages, -1).index_fill_(0, index, 0)
+        if self._backing.is_cuda:
+            torch.cuda.synchronize(self._backing.device)
 
-    def _view(self, buffer_index: int, shape: tuple[int, ...]) -> torch.Tensor:
-        start = self._offsets[buffer_index]
-        length = self.num_pages * self.buffers[buffer_index].item_len_bytes
-        return self._backing[start : start + length].view(self.dtype).view(shape)
+    def _view(self, start: int, kv_heads: int, dim: int) -> torch.Tensor:
+        """Pages of what begins `start` numbers into each page."""
+        shape = (self.num_pages, self.page_size, kv_heads, dim)
+        strides = (self._page_numel, kv_heads * dim, dim, 1)
+        return self._backing.view(self.dtype).as_strided(shape, strides, start)
 
 
 def _zeros(length: int, device: torch.device) -> torch.Tensor:

@@ -24,7 +24,7 @@ LAYOUT = KvLayout(
     head_dim=8,
     metadata_schema=1,
     software_version="0.1.0",
-    buffers=(BufferSpec(BufferKind.KEY, 0, 1024), BufferSpec(BufferKind.VALUE, 0, 1024)),
+    buffers=(BufferSpec(BufferKind.KEY, (0,), 1024), BufferSpec(BufferKind.VALUE, (0,), 1024)),
 )
 
 

@@ -62,7 +62,7 @@ layouts = st.builds(
     head_dim=uint32,
     metadata_schema=uint32,
     software_version=text,
-    buffers=tuples(st.builds(BufferSpec, st.sampled_from(BufferKind), uint32, uint64)),
+    buffers=tuples(st.builds(BufferSpec, st.sampled_from(BufferKind), tuples(uint32), uint64)),
 )
 axis = st.integers(1, 2**32 - 1)
 positions = st.builds(RankPosition, uint32, axis, uint32, axis, uint32, axis)
@@ -285,7 +285,7 @@ def test_a_request_that_cannot_be_meant_is_refused_by_its_field(
         (changed_rank(control_address=""), "rank.control_address"),
         (changed_rank(layout=None), "rank.layout"),
         (
-            changed_rank(layout=types_pb2.KvLayout(buffers=[types_pb2.BufferSpec(layer_id=1)])),
+            changed_rank(layout=types_pb2.KvLayout(buffers=[types_pb2.BufferSpec(layer_ids=[1])])),
             "layout.buffers.kind",
         ),
     ],

@@ -14,7 +14,7 @@ from pd_common.engine.batch import Batch, BatchItem
 from pd_common.engine.request import Sequence
 from pd_common.errors import InvalidRequest
 from pd_common.generation import ChatMessage, ModelInfo
-from pd_common.types import BufferKind
+from pd_common.types import BufferKind, BufferSpec
 from tests.engine.conftest import LoadEngine, load_directory
 from tests.engine.loop import generate_alone, make_request
 from tests.tiny_models import CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
@@ -42,8 +42,9 @@ def test_layout_describes_the_pool(load_engine: LoadEngine) -> None:
     layout = load_engine("llama", 16).layout
     assert (layout.dtype, layout.page_size, layout.layers) == ("float32", 16, 3)
     assert (layout.kv_heads, layout.head_dim, layout.software_version) == (2, 16, "test")
-    assert [buffer.kind for buffer in layout.buffers] == [BufferKind.KEY, BufferKind.VALUE] * 3
-    assert layout.page_bytes == 3 * 2 * 16 * 2 * 16 * 4
+    page_bytes = 3 * 2 * 16 * 2 * 16 * 4
+    assert layout.buffers == (BufferSpec(BufferKind.KEY_VALUE, (0, 1, 2), page_bytes),)
+    assert layout.page_bytes == page_bytes
 
 
 def test_layouts_match_between_two_engines_of_one_model_only(load_engine: LoadEngine) -> None:

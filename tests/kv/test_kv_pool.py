@@ -8,48 +8,50 @@ import torch
 
 from pd_common.errors import InternalError
 from pd_common.kv.pool import KVPool, LayerSpec
-from pd_common.types import BufferKind
+from pd_common.types import BufferKind, BufferSpec
 
 UNEVEN = (LayerSpec(0, kv_heads=2, k_dim=8, v_dim=8), LayerSpec(3, kv_heads=1, k_dim=24, v_dim=16))
 CPU = torch.device("cpu")
 
 
+def parts(pool: KVPool, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    pages = pool.layer(layer.layer_id)
+    return pages.key, pages.value
+
+
 def test_each_page_lies_where_its_address_says() -> None:
-    """What a one-sided write relies on: base + page * item_len is exactly that page of that layer's keys or values."""
+    """What a one-sided write relies on: base + page * item_len is exactly that page, all layers, keys before values."""
     pool = KVPool(UNEVEN, page_size=4, num_pages=5, dtype=torch.float32, device=CPU)
-    bases, lengths, item_lens = pool.get_contiguous_buf_infos()
-    tensors = [
-        tensor for layer in UNEVEN for tensor in (pool.layer(layer.layer_id).key, pool.layer(layer.layer_id).value)
-    ]
-    for base, length, item_len, tensor in zip(bases, lengths, item_lens, tensors, strict=True):
-        assert length == 5 * item_len == tensor.numel() * 4
-        for page in range(5):
-            source = torch.randn(tensor.shape[1:])
-            ctypes.memmove(base + page * item_len, source.data_ptr(), item_len)
-            assert torch.equal(tensor[page], source)
+    [base], [length], [item_len] = pool.get_contiguous_buf_infos()
+    assert length == 5 * item_len
+    for page in range(5):
+        source = torch.randn(item_len // 4)
+        ctypes.memmove(base + page * item_len, source.data_ptr(), item_len)
+        held = [part[page].flatten() for layer in UNEVEN for part in parts(pool, layer)]
+        assert torch.equal(torch.cat(held), source)
 
 
-def test_item_lens_and_buffers_follow_the_layers() -> None:
+def test_what_one_page_holds_of_a_layer_is_contiguous() -> None:
+    pool = KVPool(UNEVEN, page_size=4, num_pages=5, dtype=torch.float32, device=CPU)
+    for layer in UNEVEN:
+        for part, dim in zip(parts(pool, layer), (layer.k_dim, layer.v_dim), strict=True):
+            assert part.shape == (5, 4, layer.kv_heads, dim)
+            assert part[2].is_contiguous()
+
+
+def test_the_one_buffer_names_its_layers_and_its_item_length() -> None:
     pool = KVPool(UNEVEN, page_size=4, num_pages=5, dtype=torch.bfloat16, device=CPU)
-    assert pool.kv_item_lens == (4 * 2 * 8 * 2, 4 * 2 * 8 * 2, 4 * 24 * 2, 4 * 16 * 2)
-    assert [(buffer.kind, buffer.layer_id) for buffer in pool.buffers] == [
-        (BufferKind.KEY, 0),
-        (BufferKind.VALUE, 0),
-        (BufferKind.KEY, 3),
-        (BufferKind.VALUE, 3),
-    ]
+    page_bytes = 4 * 2 * (2 * 8 + 2 * 8 + 24 + 16)
+    assert pool.kv_item_lens == (page_bytes,)
+    assert pool.buffers == (BufferSpec(BufferKind.KEY_VALUE, (0, 3), page_bytes),)
     assert pool.num_tokens == 20
 
 
-def test_one_page_aligned_region_holds_all_buffers_without_overlap() -> None:
+def test_the_buffer_is_the_whole_region_and_begins_on_an_os_page() -> None:
     pool = KVPool(UNEVEN, page_size=3, num_pages=7, dtype=torch.float16, device=CPU)
     region_base, region_length = pool.region
-    bases, lengths, _ = pool.get_contiguous_buf_infos()
-    ends = [base + length for base, length in zip(bases, lengths, strict=True)]
     assert region_base % mmap.PAGESIZE == 0
-    assert bases[0] == region_base
-    assert ends[-1] == region_base + region_length
-    assert ends[:-1] == bases[1:]
+    assert pool.get_contiguous_buf_infos() == ([region_base], [region_length], [region_length // 7])
 
 
 def test_pages_start_as_zeros() -> None:
@@ -73,3 +75,13 @@ def test_pools_do_not_share_memory() -> None:
     first, second = (KVPool(UNEVEN, page_size=4, num_pages=5, dtype=torch.float32, device=CPU) for _ in range(2))
     first.layer(3).value.fill_(1)
     assert not second.layer(3).value.any()
+
+
+def test_zeroed_pages_are_zeros_and_their_neighbours_are_not() -> None:
+    pool = KVPool(UNEVEN, page_size=4, num_pages=5, dtype=torch.float32, device=CPU)
+    views = [view for spec in UNEVEN for view in (pool.layer(spec.layer_id).key, pool.layer(spec.layer_id).value)]
+    for view in views:
+        view.fill_(7)
+    pool.zero((1, 4))
+    for view in views:
+        assert [float(view[page].abs().max()) for page in range(5)] == [7, 0, 7, 7, 0]

@@ -31,6 +31,7 @@ class BufferKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BUFFER_KIND_UNSPECIFIED: _ClassVar[BufferKind]
     BUFFER_KIND_KEY: _ClassVar[BufferKind]
     BUFFER_KIND_VALUE: _ClassVar[BufferKind]
+    BUFFER_KIND_KEY_VALUE: _ClassVar[BufferKind]
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
@@ -43,6 +44,7 @@ TRANSFER_STATE_FAILED: TransferState
 BUFFER_KIND_UNSPECIFIED: BufferKind
 BUFFER_KIND_KEY: BufferKind
 BUFFER_KIND_VALUE: BufferKind
+BUFFER_KIND_KEY_VALUE: BufferKind
 
 class Instance(_message.Message):
     __slots__ = ("instance_id", "epoch")
@@ -63,14 +65,14 @@ class ProcessProof(_message.Message):
     def __init__(self, host_id: _Optional[str] = ..., pid: _Optional[int] = ..., start_ticks: _Optional[int] = ...) -> None: ...
 
 class BufferSpec(_message.Message):
-    __slots__ = ("kind", "layer_id", "item_len_bytes")
+    __slots__ = ("kind", "layer_ids", "item_len_bytes")
     KIND_FIELD_NUMBER: _ClassVar[int]
-    LAYER_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
     ITEM_LEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     kind: BufferKind
-    layer_id: int
+    layer_ids: _containers.RepeatedScalarFieldContainer[int]
     item_len_bytes: int
-    def __init__(self, kind: _Optional[_Union[BufferKind, str]] = ..., layer_id: _Optional[int] = ..., item_len_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[BufferKind, str]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., item_len_bytes: _Optional[int] = ...) -> None: ...
 
 class KvLayout(_message.Message):
     __slots__ = ("model", "dtype", "page_size", "layers", "kv_heads", "head_dim", "metadata_schema", "software_version", "buffers")
