@@ -194,6 +194,17 @@ def log_options(command: _F) -> _F:
     return _apply(command, click.option("--log-level", default="info", type=levels, help="Least severe line to log."))
 
 
+def metrics_options(command: _F) -> _F:
+    """Where Prometheus finds this process."""
+    return _apply(
+        command,
+        click.option(
+            "--metrics-port", type=click.IntRange(0, 65535),
+            help="HTTP port that serves /metrics on --host; 0 takes a free one and logs it.  [default: none]",
+        ),
+    )  # fmt: skip
+
+
 def room_options(command: _F) -> _F:
     """How rooms end."""
     return _apply(

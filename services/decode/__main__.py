@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from pd_common import config
-from pd_common.control import process, server
+from pd_common.control import metrics, process, server
 from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.servicers import AbortServicer, TransferStatusServicer
 from pd_common.runtime import Runtime
@@ -25,6 +25,7 @@ from services.decode.service import DecodeService
 @config.transport_options
 @config.room_options
 @config.log_options
+@config.metrics_options
 def main(**options: Any) -> None:
     """Serve the decode role: TransferStatus, Abort and Generation on one gRPC port.
 
@@ -53,7 +54,8 @@ async def serve(options: dict[str, Any]) -> None:
         own.metadata,
         own.transfers,
         own.hub,
-        with_digest=data.digest,
+        new_digest=own.new_digest if data.digest else None,
+        only_fake=data.transfer_backend == "fake",
     )
     control = server.ControlServer(
         [
@@ -64,9 +66,10 @@ async def serve(options: dict[str, Any]) -> None:
     )
     address = listen.advertised(await control.start(listen.host, listen.port))
     memory = OwnMemory(own.instance, address, engine.layout, own.pool, own.regions, own.metadata)
-    prefills = Prefills(memory, own.transport, service.prefill_lost)
+    prefills = Prefills(memory, own.transport, service.prefill_lost, drain.proven)
     service.use(prefills)
-    async with process.background(scheduler.run(), service.reap(), own.transport.watch()):
+    exposed = metrics.served(service.pool_status, listen.host, options["metrics_port"])
+    async with exposed, process.background(scheduler.run(), service.reap(), own.transport.watch()):
         await control.set_serving(True)
         process.announce(f"pd-decode serves {engine.model_info.name} on {address}", own.transport.info)
         await server.until_signal()

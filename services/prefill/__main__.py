@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from pd_common import config
-from pd_common.control import process, server
+from pd_common.control import metrics, process, server
 from pd_common.control.clients import BootstrapClient, Connection
 from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.registry import Registry
@@ -34,6 +34,7 @@ from services.prefill.servicers import PageAllocationServicer
 @config.transport_options
 @config.room_options
 @config.log_options
+@config.metrics_options
 def main(**options: Any) -> None:
     """Serve the prefill role: Bootstrap, PageAllocation, TransferStatus, Abort and Generation on one gRPC port.
 
@@ -50,7 +51,15 @@ async def serve(options: dict[str, Any]) -> None:
     engine = own.engine
     scheduler = PrefillScheduler(engine, options["chunked_prefill_size"], options["max_running_requests"])
     service = PrefillService(
-        own.instance, engine, scheduler, own.pool, own.metadata, own.transfers, own.hub, with_digest=data.digest
+        own.instance,
+        engine,
+        scheduler,
+        own.pool,
+        own.metadata,
+        own.transfers,
+        own.hub,
+        new_digest=own.new_digest if data.digest else None,
+        only_fake=data.transfer_backend == "fake",
     )
     receivers = Receivers(engine.layout, own.transport, service.receiver_lost)
     service.use(receivers)
@@ -68,7 +77,8 @@ async def serve(options: dict[str, Any]) -> None:
     rank = RankInfo(own.instance, Role.PREFILL, RankPosition(), address, engine.layout)
     membership = Membership(rank, BootstrapClient(directory))
     lease_s = await membership.join()
-    async with process.background(scheduler.run(), service.reap(), membership.stay(lease_s), own.transport.watch()):
+    exposed = metrics.served(service.pool_status, listen.host, options["metrics_port"])
+    async with exposed, process.background(scheduler.run(), service.reap(), membership.stay(lease_s), own.transport.watch()):
         await control.set_serving(True)
         process.announce(f"pd-prefill serves {engine.model_info.name} on {address}", own.transport.info)
         await server.until_signal()

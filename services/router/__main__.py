@@ -13,7 +13,7 @@ from pd_common.telemetry import spans
 from pd_common.types import BootstrapAddress, Role
 from services.router.dispatch import Dispatcher
 from services.router.http import create_app
-from services.router.http_server import HttpServer
+from pd_common.control.http_server import HttpServer
 from services.router.policy import LeastRooms
 from services.router.probe import Prober
 from services.router.servicer import RouterGenerationServicer

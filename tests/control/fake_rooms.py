@@ -12,6 +12,7 @@ from pd_common.control.outputs import OutputHub
 from pd_common.control.servicers import PoolStatus, TransferReport
 from pd_common.errors import InvalidRequest, PdError
 from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo, Output
+from pd_common.handoff.quarantine import Held
 from pd_common.handoff.state import Transfer, TransferState
 from pd_common.handoff.table import TransferTable
 from pd_common.types import BootstrapRoom, Instance, Role
@@ -31,10 +32,14 @@ class FakeRooms:
         self.abandoned: asyncio.Queue[tuple[BootstrapRoom, PdError]] = asyncio.Queue()
         self.reports: list[TransferReport] = []
         self.refusal: PdError | None = None
+        self.held: tuple[Held, ...] = ()
         self._hub = hub
 
     def pool_status(self) -> PoolStatus:
         return POOL
+
+    def quarantined(self) -> tuple[Held, ...]:
+        return self.held
 
     def submit(self, request: GenerationRequest, parent: Context) -> None:
         if self.refusal is not None:

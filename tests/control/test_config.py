@@ -23,6 +23,7 @@ from services.router.__main__ import main
 @config.transport_options
 @config.room_options
 @config.log_options
+@config.metrics_options
 @click.option("--peer", "peers", multiple=True, type=config.ADDRESS)
 def engine(**options: Any) -> None:
     """Something with all options of an engine process."""
@@ -104,6 +105,7 @@ def test_every_option_is_the_environment_variable_of_its_name(
         ["--drain-timeout", "-1"],
         ["--room-retention", "0"],
         ["--log-level", "loud"],
+        ["--metrics-port", "65536"],
     ],
     ids=" ".join,
 )

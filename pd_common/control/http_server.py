@@ -1,4 +1,4 @@
-"""uvicorn inside the router's own event loop, started and stopped by the composition root."""
+"""uvicorn inside a process's own event loop, started and stopped by the composition root."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves one ASGI application."""
+    """Serves one ASGI application. `option` is what set the port, for the error when it is taken."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        self._host, self._port = host, port
+    def __init__(self, app: ASGIApp, host: str, port: int, *, option: str = "http_port") -> None:
+        self._host, self._port, self._option = host, port, option
         settings = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_STOP_TIMEOUT_S
         )
@@ -61,7 +61,7 @@ class HttpServer:
         except OSError as error:
             listening.close()
             raise InvalidRequest(
-                f"cannot listen on {self._host}:{self._port}: {error.strerror or error}", field="http_port"
+                f"cannot listen on {self._host}:{self._port}: {error.strerror or error}", field=self._option
             ) from error
         listening.listen()
         return listening

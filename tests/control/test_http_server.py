@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from pd_common.control.http_server import HttpServer
 from pd_common.errors import InvalidRequest
-from services.router.http_server import HttpServer
 from tests.control.serving import LOOPBACK
 
 

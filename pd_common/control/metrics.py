@@ -1,0 +1,57 @@
+"""What Prometheus reads of an engine process: how its KV pages and metadata slots are used, and how many rooms live."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry, make_asgi_app
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pd_common.control.http_server import HttpServer
+from pd_common.control.servicers import PoolStatus
+
+_log = logging.getLogger(__name__)
+
+
+class PoolCollector(Collector):
+    """Reads the pools at the moment of the scrape; nothing is kept."""
+
+    def __init__(self, pool_status: Callable[[], PoolStatus]) -> None:
+        self._pool_status = pool_status
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._pool_status()
+        yield _by_state("pd_kv_pages", "Pages of the KV pool.", now.pages_total, now.pages_free, now.pages_quarantined)
+        yield _by_state("pd_metadata_slots", "Metadata slots.", now.slots_total, now.slots_free, now.slots_quarantined)
+        yield GaugeMetricFamily("pd_rooms_live", "Rooms that have not ended.", value=now.live_rooms)
+
+
+def _by_state(name: str, what: str, total: int, free: int, quarantined: int) -> Metric:
+    gauge = GaugeMetricFamily(name, f"{what} Quarantined: kept until no writer is left.", labels=["state"])
+    gauge.add_metric(["free"], free)
+    gauge.add_metric(["used"], total - free - quarantined)
+    gauge.add_metric(["quarantined"], quarantined)
+    return gauge
+
+
+@asynccontextmanager
+async def served(pool_status: Callable[[], PoolStatus], host: str, port: int | None) -> AsyncIterator[None]:
+    """Answers GET /metrics meanwhile; without a port nothing is served.
+
+    Raises:
+        InvalidRequest: the port cannot be bound.
+    """
+    if port is None:
+        yield
+        return
+    registry = CollectorRegistry()
+    registry.register(PoolCollector(pool_status))
+    server = HttpServer(make_asgi_app(registry), host, port, option="metrics_port")
+    _log.info("metrics on http://%s:%d/metrics", host, await server.start())
+    try:
+        yield
+    finally:
+        await server.stop()

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import logging
+import re
+
+import httpx
+import pytest
+
+from pd_common.control import metrics
+from pd_common.control.servicers import PoolStatus
+from pd_common.errors import InvalidRequest
+from tests.control.serving import LOOPBACK
+
+
+async def test_what_is_scraped_is_what_the_pools_are_doing_now(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, metrics.__name__)
+    pools = [PoolStatus(100, 70, 10, 8, 5, 1, 3), PoolStatus(100, 100, 0, 8, 8, 0, 0)]
+    async with metrics.served(lambda: pools[0], LOOPBACK, 0), httpx.AsyncClient() as client:
+        found = re.search(r"http://\S+/metrics", caplog.text)
+        assert found is not None
+        assert samples((await client.get(found[0])).text) == {
+            'pd_kv_pages{state="free"}': 70,
+            'pd_kv_pages{state="used"}': 20,
+            'pd_kv_pages{state="quarantined"}': 10,
+            'pd_metadata_slots{state="free"}': 5,
+            'pd_metadata_slots{state="used"}': 2,
+            'pd_metadata_slots{state="quarantined"}': 1,
+            "pd_rooms_live": 3,
+        }
+        del pools[0]
+        assert samples((await client.get(found[0])).text)['pd_kv_pages{state="quarantined"}'] == 0
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(found[0])
+
+
+async def test_a_taken_port_is_an_error_that_names_the_option(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, metrics.__name__)
+    status = PoolStatus(1, 1, 0, 1, 1, 0, 0)
+    async with metrics.served(lambda: status, LOOPBACK, 0):
+        port = int(caplog.text.rpartition(":")[2].partition("/")[0])
+        with pytest.raises(InvalidRequest) as raised:
+            await metrics.served(lambda: status, LOOPBACK, port).__aenter__()
+        assert raised.value.metadata == {"field": "metrics_port"}
+
+
+async def test_without_a_port_nothing_is_served(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, metrics.__name__)
+    async with metrics.served(lambda: PoolStatus(1, 1, 0, 1, 1, 0, 0), LOOPBACK, None):
+        assert not caplog.text
+
+
+def samples(text: str) -> dict[str, float]:
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
