@@ -32,7 +32,7 @@ test-chaos: $(VENV)/.ready-dev ## faults by the hundred: kills, stops and restar
 	@$(BIN)/python -m pytest -m chaos
 
 bench: $(VENV)/.ready ## how fast pages move between two processes of this machine, beside a memcpy in the same run
-	@$(BIN)/python tests/benchmarks/transfer_bench.py
+	@$(BIN)/pdctl bench transfer
 
 lint: $(VENV)/.ready-dev ## style, types, layers, protos
 	@$(BIN)/ruff check .

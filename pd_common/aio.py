@@ -60,6 +60,15 @@ class RoomTask:
             raise
 
 
+async def finished_even_if_cancelled(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits work that must not outlive its caller: cancelling the caller takes effect when the work has ended."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    finally:
+        await task
+
+
 async def drain_tasks(tasks: Sequence[RoomTask], timeout_s: float) -> None:
     """Lets rooms end by themselves for `timeout_s` seconds, then ends them; returns when every one has concluded."""
     ends = [asyncio.create_task(task.ended()) for task in tasks]

@@ -13,6 +13,7 @@ from pd_common.control import process
 from pd_common.control.outputs import OutputHub
 from pd_common.engine.engine import Engine
 from pd_common.handoff.chunk import PoolBuffers
+from pd_common.handoff.digest import PageDigest
 from pd_common.handoff.metadata import METADATA_SCHEMA, MetadataBuffers
 from pd_common.handoff.table import TransferTable
 from pd_common.telemetry import spans
@@ -58,6 +59,10 @@ class Runtime:
         retention_s = config.pick(config.RoomConfig, options).room_retention_s
         transfers = TransferTable(role, retention_s, _MAX_FINISHED_ROOMS)
         return cls(instance, engine, _pool_of(engine), metadata, transport, regions, transfers, OutputHub(), tracing)
+
+    def new_digest(self) -> PageDigest:
+        """A fresh digest over pages of this process's pool."""
+        return PageDigest([self.engine.pool.read_pages])
 
     async def close(self) -> None:
         """Lets go of everything; nothing may use it any more."""

@@ -63,6 +63,11 @@ def announce(what: str, data_plane: TransportInfo | None = None) -> None:
     """The lines that a person waits for at start."""
     if data_plane is not None:
         plane = data_plane
-        names = " ".join(plane.transports)
-        _log.info("data plane: %s %s from %s, transports %s", plane.backend, plane.version, plane.library, names)
+        _log.info("data plane: %s %s from %s", plane.backend, plane.version, plane.library)
+        for what_there_is, names in (
+            ("transports", plane.transports),
+            ("network devices", plane.devices),
+            ("settings", plane.settings),
+        ):
+            _log.info("data plane: %s %s", what_there_is, " ".join(names) or "none")
     _log.info("%s", what)

@@ -26,10 +26,12 @@ from pd.v1 import (
 )
 
 from pd_common.control import convert
+from pd_common.control.held import held_to
 from pd_common.control.registry import Registry
 from pd_common.control.status import from_status, to_status
 from pd_common.errors import InvalidRequest, PdError, RoomAborted, StaleInstance
 from pd_common.generation import GenerationRequest
+from pd_common.handoff.quarantine import Held
 from pd_common.handoff.state import Progress, Transfer, TransferState
 from pd_common.handoff.table import TransferTable
 from pd_common.types import BootstrapRoom, Instance
@@ -78,6 +80,9 @@ class RoomService(Protocol):
         """Every room on record."""
 
     def pool_status(self) -> PoolStatus: ...
+
+    def quarantined(self) -> tuple[Held, ...]:
+        """What failed rooms keep from reuse, oldest first."""
 
     def submit(self, request: GenerationRequest, parent: Context) -> None:
         """Takes a request in; its outputs go to the hub. Raises PdError when it is refused; then nothing is left."""
@@ -226,6 +231,13 @@ class TransferStatusServicer(transfer_status_pb2_grpc.TransferStatusServicer):
         self, request: transfer_status_pb2.GetPoolRequest, context: Call
     ) -> transfer_status_pb2.GetPoolResponse:
         return transfer_status_pb2.GetPoolResponse(**asdict(self._service.pool_status()))
+
+    async def ListQuarantine(
+        self, request: transfer_status_pb2.ListQuarantineRequest, context: Call
+    ) -> transfer_status_pb2.ListQuarantineResponse:
+        now = time.monotonic()
+        rooms = [held_to(held, now, time.time() - now) for held in self._service.quarantined()]
+        return transfer_status_pb2.ListQuarantineResponse(rooms=rooms)
 
 
 class AbortServicer(abort_pb2_grpc.AbortServicer):

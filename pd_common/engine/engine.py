@@ -116,6 +116,10 @@ class Engine:
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, batch)
 
+    async def zero_pages(self, pages: Sequence[int]) -> None:
+        """Makes pages zeros again: no earlier owner's KV is left in them. Cannot be interrupted, as `step`."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self.pool.zero, pages)
+
     def validate(self, request: GenerationRequest) -> None:
         """Raises as `validate_request` does, against this engine's limits."""
         validate_request(request, self.limits)

@@ -12,18 +12,19 @@ from dataclasses import astuple, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pd_common.errors import InternalError, MetadataInvalid
+from pd_common.errors import DigestMismatch, InternalError, MetadataInvalid
 from pd_common.generation import MAX_TOP_LOGPROBS, TokenLogprob
+from pd_common.handoff.digest import DIGEST_BYTES, digest_row
 from pd_common.transport.base import MemoryRegion, Puts
 from pd_common.types import BootstrapRoom
 
-METADATA_SCHEMA = 1
-DIGEST_BYTES = 16
+METADATA_SCHEMA = 2
 
 _LINE_BYTES = 64
 _CACHED_COUNTERS = 7
 
-# Header: what of the optional fields is there. Everything up to the seal is the body; the seal is written after it.
+# Everything up to the seal is the body; the seal is written after it. `row_digest` is over all other bytes of the row,
+# the seal and the padding too: nothing is sent that it does not cover.
 _BODY: tuple[tuple[str, str, int], ...] = (
     ("schema", "<u4", 1),
     ("output_ids", "<i4", 1),
@@ -37,6 +38,7 @@ _BODY: tuple[tuple[str, str, int], ...] = (
     ("output_top_logprobs_idx", "<i4", MAX_TOP_LOGPROBS),
     ("digest_len", "<i4", 1),
     ("digest", "u1", DIGEST_BYTES),
+    ("row_digest", "u1", DIGEST_BYTES),
 )
 _SEAL: tuple[tuple[str, str, int], ...] = (("seal", "<u8", 2),)
 
@@ -55,6 +57,7 @@ def _row_dtype() -> np.dtype[np.void]:
 _ROW = _row_dtype()
 ROW_BYTES = _ROW.itemsize
 _SEAL_OFFSET = ROW_BYTES - _LINE_BYTES
+_ROW_DIGEST_OFFSET = _SEAL_OFFSET - _LINE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,10 @@ class CachedTokens:
 
 @dataclass(frozen=True, slots=True)
 class HandoffMetadata:
-    """What decode needs besides KV. `covered_tokens` is how many prompt tokens the pages hold KV for."""
+    """What decode needs besides KV.
+
+    `covered_tokens` is how many prompt tokens the pages hold KV for; `digest` is that of the pages.
+    """
 
     first_token: int
     covered_tokens: int
@@ -181,6 +187,7 @@ class MetadataBuffers:
         if logprob is not None:
             _set_logprob(row, logprob)
         row["seal"] = (room, remote_generation)
+        row["row_digest"] = np.frombuffer(_digest_of(row), dtype=np.uint8)
 
     def get_seal(self, slot: Slot) -> Seal:
         """Whose row it is; readable at any time."""
@@ -193,12 +200,14 @@ class MetadataBuffers:
 
         Raises:
             MetadataInvalid: another schema, or lengths that the row cannot have (I11).
+            DigestMismatch: a byte of the row is not what was sent.
 
         """
-        row = self._row(slot)
+        row: NDArray[np.void] = np.frombuffer(self._row(slot).tobytes(), dtype=_ROW).reshape(())
         schema, digest_len = int(row["schema"][0]), int(row["digest_len"][0])
         if schema != METADATA_SCHEMA:
             raise MetadataInvalid("The row has another schema", field="schema", expected=METADATA_SCHEMA, got=schema)
+        _check_row_digest(row)
         if digest_len not in (0, DIGEST_BYTES):
             raise MetadataInvalid("The row has an impossible length", field="digest_len", got=digest_len)
         return HandoffMetadata(
@@ -220,6 +229,19 @@ class MetadataBuffers:
         if slot not in self._live:
             raise InternalError("The slot has no owner or another one", index=slot.index, generation=slot.generation)
         return self._rows[slot.index : slot.index + 1].reshape(())
+
+
+def _digest_of(row: NDArray[np.void]) -> bytes:
+    """Over the row without the place of the digest itself."""
+    data = row.tobytes()
+    return digest_row(data[:_ROW_DIGEST_OFFSET] + data[_ROW_DIGEST_OFFSET + DIGEST_BYTES :])
+
+
+def _check_row_digest(row: NDArray[np.void]) -> None:
+    expected, got = row["row_digest"].tobytes(), _digest_of(row)
+    if expected != got:
+        message = "The metadata row that arrived is not the row that was sent"
+        raise DigestMismatch(message, expected=expected.hex(), got=got.hex())
 
 
 def _put(local: int, remote: int, length: int) -> Puts:

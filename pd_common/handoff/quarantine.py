@@ -25,9 +25,10 @@ class Proof(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """A process that may still write, and how its end could be seen."""
+    """A process that may still write, where it is asked, and how its end could be seen."""
 
     instance: Instance
+    address: str
     process: ProcessProof
 
 
@@ -41,6 +42,12 @@ class Held:
     since_s: float
     missing: Mapping[Writer, frozenset[Proof]]
 
+    def in_words(self, now: float) -> str:
+        """For a person: what is kept, for how long by now, and what would end it."""
+        waits = "; ".join(_in_words(writer, missing) for writer, missing in self.missing.items())
+        kept = f"{len(self.pages)} pages and metadata slot {self.slot.index}"
+        return f"room {self.room} keeps {kept} from reuse for {now - self.since_s:.1f} s: it waits until {waits}"
+
 
 Release = Callable[[BootstrapRoom, PageIndices, Slot], None]
 
@@ -50,6 +57,10 @@ class Quarantine:
 
     A writer is quiet when it has drained the room, or when it is fenced off and, if it runs on this host, its process
     is gone. A proof counts for what is held when it comes. Proofs may be repeated.
+
+    It is bounded without a timer: only memory that was offered can come here, a process that is lost gets no offer
+    until it is paired again, and it is paired again only when it has given every proof that it owes here (`owed_pages`
+    is 0). So no process keeps more than it had been offered when it was lost, however often it comes and goes.
     """
 
     def __init__(self, release: Release, host_id: str) -> None:
@@ -93,6 +104,14 @@ class Quarantine:
         waiting = (item for held in self._held.values() for item in held.missing.items())
         return frozenset(writer.process for writer, missing in waiting if Proof.PROCESS_GONE in missing)
 
+    def owed_pages(self, instance: Instance) -> int:
+        """Pages out of use because this process has still to prove something."""
+        return sum(
+            len(held.pages)
+            for held in self._held.values()
+            if any(writer.instance == instance for writer in held.missing)
+        )
+
     @property
     def held(self) -> tuple[Held, ...]:
         """Everything held, oldest first."""
@@ -122,3 +141,12 @@ class Quarantine:
             return
         self._held.pop(held.room, None)
         self._release(held.room, held.pages, held.slot)
+
+
+def _in_words(writer: Writer, missing: frozenset[Proof]) -> str:
+    steps = {
+        Proof.FENCED: "our port for it is torn down",
+        Proof.PROCESS_GONE: f"its process {writer.process.pid} on this host has ended",
+    }
+    otherwise = " and ".join(words for proof, words in steps.items() if proof in missing)
+    return f"{writer.instance.instance_id} at {writer.address} says that it is quiet, or {otherwise}"

@@ -2,62 +2,94 @@
 
 from __future__ import annotations
 
-from pd_common.errors import DigestMismatch
+import asyncio
+
+from pd_common.errors import DigestMismatch, PagesInvalid
 from pd_common.handoff.chunk import PoolBuffers, check_pages, pages_to_transfer
 from pd_common.handoff.destination import Offer
-from pd_common.handoff.digest import digest_pages
+from pd_common.handoff.digest import PageDigest
 from pd_common.handoff.metadata import HandoffMetadata, MetadataBuffers, check_seal
 from pd_common.types import BootstrapRoom
 
 
 class KVReceiver:
-    """Holds one offer until it is committed or given up. Never believes a report of success: it looks into the slot."""
+    """Holds one offer until it is committed or given up. Never believes a report of success: it looks into the slot.
+
+    Pages are hashed, once each and in order, when the sender has reported them complete, while the next ones travel;
+    `digest`, if any, is a fresh one that reads the destination pool. That is no weaker than hashing all of them at the
+    end: a report is made after the write it speaks of has ended, and a sender writes each page once. Other writers are
+    kept out by the quarantine (I2), not by the digest. A report that lies makes a digest that does not match.
+    """
 
     def __init__(
-        self, room: BootstrapRoom, offer: Offer, pool: PoolBuffers, metadata: MetadataBuffers, *, with_digest: bool
+        self,
+        room: BootstrapRoom,
+        offer: Offer,
+        pool: PoolBuffers,
+        metadata: MetadataBuffers,
+        digest: PageDigest | None,
     ) -> None:
         expected = pages_to_transfer(offer.prompt_tokens, offer.decode_prefix_len, pool.page_size)
         self.room = room
         self.offer = offer
         self._pages = check_pages(offer.pages, pool.num_pages, expected)
-        self._pool = pool
         self._metadata = metadata
-        self._with_digest = with_digest
+        self._digest = digest
+        self._complete = 0
+        self._hashed = 0
+        self._hashing: asyncio.Task[None] | None = None
 
-    def commit(self) -> HandoffMetadata:
-        """Both steps below in one, once the sender has reported success. A digest reads every page: use a thread.
+    def pages_complete(self, pages_done: int) -> None:
+        """The sender reports that the first `pages_done` pages of the offer are visible: they can be hashed.
 
         Raises:
-            MetadataInvalid, DigestMismatch: from the two steps.
+            PagesInvalid: more pages than were offered.
 
         """
-        metadata = self.read_metadata()
-        self.verify_digest(metadata)
+        if pages_done > len(self._pages):
+            message = "More pages are reported than were offered"
+            raise PagesInvalid(message, room=self.room, offered=len(self._pages), reported=pages_done)
+        self._complete = max(self._complete, pages_done)
+        busy = self._hashing is not None and not self._hashing.done()
+        if self._digest is not None and self._hashed < self._complete and not busy:
+            self._hashing = asyncio.create_task(self._hash(self._digest))
+
+    async def commit(self) -> HandoffMetadata:
+        """The gate, then the digest of the pages, once the sender has reported success.
+
+        Raises:
+            MetadataInvalid: the row is not this room's, not of this generation, or does not cover the whole prompt.
+            DigestMismatch: row or pages are not what was sent, or the sender made no digest.
+
+        """
+        metadata = self._read_metadata()
+        if self._digest is not None:
+            self.pages_complete(len(self._pages))
+            await self.quiet()
+            if self._hashing is not None:
+                self._hashing.result()
+            self._compare(self._digest.digest(), metadata.digest)
         return metadata
 
-    def read_metadata(self) -> HandoffMetadata:
-        """The gate: the row, if it is this room's, of this generation, and covers the whole prompt.
+    async def quiet(self) -> None:
+        """Returns when no page is being read any more; a cancelled caller may call it again."""
+        if self._hashing is not None:
+            await asyncio.wait([self._hashing])
 
-        Raises:
-            MetadataInvalid: names what differs.
-
-        """
+    def _read_metadata(self) -> HandoffMetadata:
         seal = self._metadata.get_seal(self.offer.slot)
         generation, prompt_tokens = self.offer.slot.generation, self.offer.prompt_tokens
         check_seal(seal, room=self.room, generation=generation, prompt_tokens=prompt_tokens)
         return self._metadata.get_buf(self.offer.slot)
 
-    def verify_digest(self, metadata: HandoffMetadata) -> None:
-        """Compares the offered pages with what the sender hashed, if digests are on. May run in a thread.
+    async def _hash(self, digest: PageDigest) -> None:
+        while self._hashed < self._complete:
+            end = self._complete
+            await asyncio.to_thread(digest.update, self._pages[self._hashed : end])
+            self._hashed = end
 
-        Raises:
-            DigestMismatch: other bytes arrived, or the sender made no digest.
-
-        """
-        if not self._with_digest:
-            return
-        got = digest_pages(self._pool, self._pages)
-        if got != metadata.digest:
-            expected = metadata.digest.hex() if metadata.digest else "none"
+    def _compare(self, got: bytes, expected: bytes | None) -> None:
+        if got != expected:
             message = "The pages that arrived are not the pages that were sent"
-            raise DigestMismatch(message, room=self.room, expected=expected, got=got.hex())
+            shown = expected.hex() if expected else "none"
+            raise DigestMismatch(message, room=self.room, expected=shown, got=got.hex())

@@ -24,7 +24,7 @@ class KVSender:
     """Writes one room into its destination (I1: there is no sender without one).
 
     Sends are accepted in chunk order and go out one at a time in that order. The source pages and `slot` stay the
-    caller's and must stay as they are until `quiet` (I3).
+    caller's and must stay as they are until `quiet` (I3). `digest`, if any, is a fresh one that reads the source pool.
     """
 
     def __init__(
@@ -34,8 +34,7 @@ class KVSender:
         destination: Destination,
         metadata: MetadataBuffers,
         slot: Slot,
-        *,
-        with_digest: bool,
+        digest: PageDigest | None,
     ) -> None:
         _require_same_layout(source, destination.pool.buffers)
         self._room = room
@@ -44,7 +43,7 @@ class KVSender:
         self._pages = np.array(destination.offer.pages, dtype=np.int64)
         self._metadata = metadata
         self._slot = slot
-        self._digest = PageDigest(source) if with_digest else None
+        self._digest = digest
         self._progress = Progress()
         self._next_chunk = 0
         self._pages_accepted = 0
@@ -139,16 +138,17 @@ class KVSender:
         return receipt
 
     async def _write(self, chunk: TransferKVChunk, metadata: HandoffMetadata | None) -> WriteReceipt:
+        """Hashes the chunk while it travels; the row, which holds the digest, comes after both."""
         channel = self._destination.channel
-        if metadata is not None:
-            await self._hash(chunk)
-            self._refuse_if_stopped()
-            return await channel.write(*self._page_puts(chunk), *self._row_puts(metadata))
         hashing = asyncio.create_task(self._hash(chunk))
         try:
-            return await channel.write(*self._page_puts(chunk))
+            receipt = await channel.write(*self._page_puts(chunk))
         finally:
             await hashing
+        if metadata is None:
+            return receipt
+        self._refuse_if_stopped()
+        return receipt + await channel.write(*self._row_puts(metadata))
 
     async def _hash(self, chunk: TransferKVChunk) -> None:
         if self._digest is not None and len(chunk.src_pages):

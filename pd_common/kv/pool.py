@@ -93,6 +93,11 @@ class KVPool:
         """Key and value pages of one layer."""
         return self._pages[layer_id]
 
+    def read_pages(self, first: int, count: int) -> memoryview:
+        """The bytes of `count` pages from `first` on: in place on the host, a copy of what lies on a device."""
+        pages = self._backing.view(self.num_pages, -1)[first : first + count]
+        return pages.cpu().numpy().data.cast("B")
+
     def zero(self, pages: Sequence[int]) -> None:
         """Makes pages zeros again; returns when they are."""
         index = torch.tensor(pages, dtype=torch.int64, device=self._backing.device)

@@ -48,15 +48,29 @@ class WriteReceipt:
     posting_seconds: float
     seconds: float
 
+    def __add__(self, after: WriteReceipt) -> WriteReceipt:
+        """Both, one after the other."""
+        return WriteReceipt(
+            self.bytes + after.bytes,
+            self.descriptors + after.descriptors,
+            self.posting_seconds + after.posting_seconds,
+            self.seconds + after.seconds,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TransportInfo:
-    """What carries the data, for logs and status: library, its version and file, transports it offers."""
+    """What carries the data, for logs and status: library, its version and file, transports it offers.
+
+    `devices` are the network devices that it may use, `settings` what is not the library's default, as `NAME=value`.
+    """
 
     backend: str
     library: str
     version: str
     transports: tuple[str, ...]
+    devices: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
 
 
 class Channel(Protocol):
@@ -67,7 +81,7 @@ class Channel(Protocol):
 
     @property
     def carrier(self) -> str:
-        """The transport that carries large writes, for example `cma`, `tcp` or `rc_mlx5`."""
+        """What carries large writes, for example `cma`, `rc_mlx5/mlx5_0:1`, or `tcp/eth0+tcp/eth1` over two rails."""
 
     async def write(self, *groups: Puts) -> WriteReceipt:
         """Writes all groups, each visible only after the one before; returns when all of it is visible remotely.
@@ -105,7 +119,7 @@ class Transport(Protocol):
 
     @property
     def info(self) -> TransportInfo:
-        """Library, version and transports."""
+        """Library, version, transports, devices and settings."""
 
     def listen(self, regions: Sequence[MemoryRegion]) -> InboundPort:
         """Offers regions (registered by `register`) to one peer."""

@@ -66,7 +66,7 @@ async def serve(options: dict[str, Any]) -> None:
     )
     address = listen.advertised(await control.start(listen.host, listen.port))
     memory = OwnMemory(own.instance, address, engine.layout, own.pool, own.regions, own.metadata)
-    prefills = Prefills(memory, own.transport, service.prefill_lost, drain.proven)
+    prefills = Prefills(memory, own.transport, service.prefill_lost, service.proven)
     service.use(prefills)
     exposed = metrics.served(service.pool_status, listen.host, options["metrics_port"])
     async with exposed, process.background(scheduler.run(), service.reap(), own.transport.watch()):

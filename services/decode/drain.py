@@ -12,7 +12,7 @@ from pd_common.control.clients import Connection, PeerClient
 from pd_common.errors import PdError
 from pd_common.handoff.process import host_id, process_is_gone
 from pd_common.handoff.quarantine import Quarantine
-from pd_common.types import BootstrapRoom
+from pd_common.types import BootstrapRoom, Instance
 from services.decode.prefills import Prefill
 from services.decode.queues import Allocation
 
@@ -28,11 +28,17 @@ class Drain:
     def __init__(self, release: Callable[[Allocation], None]) -> None:
         self.quarantine = Quarantine(lambda _, pages, slot: release(Allocation(pages, slot)), host_id())
         self._tasks: set[asyncio.Task[None]] = set()
+        self._proof = asyncio.Event()
 
     def hold(self, room: BootstrapRoom, writer: Prefill, allocation: Allocation) -> None:
         """Keeps a failed room's memory until `writer` is quiet for it."""
         self.quarantine.hold(room, [writer.writer], allocation.pages, allocation.slot, time.monotonic())
         self._keep(self._seek_proof(room, writer))
+
+    async def proven(self, instance: Instance) -> None:
+        """Returns when this process owes no proof for anything that is held."""
+        while self.quarantine.owed_pages(instance):
+            await self._proof.wait()
 
     def give_up(self, room: BootstrapRoom, prefill: Prefill, error: PdError) -> None:
         """Tells prefill of a room that failed before any memory was offered: its leg need not wait."""
@@ -59,16 +65,21 @@ class Drain:
         connection = Connection(writer.connection.address)
         try:
             while room in self.quarantine:
-                if writer.fenced.is_set():
-                    self.quarantine.fenced(room, writer.instance)
-                if process_is_gone(writer.process):
-                    self.quarantine.process_gone(writer.process)
-                elif await self._asked(room, writer, PeerClient(connection)):
-                    self.quarantine.drained(room, writer.instance)
-                    return
-                await asyncio.sleep(_ASK_AGAIN_S)
+                await self._seek_once(room, writer, PeerClient(connection))
+                self._proof.set()
+                self._proof.clear()
+                if room in self.quarantine:
+                    await asyncio.sleep(_ASK_AGAIN_S)
         finally:
             await connection.close()
+
+    async def _seek_once(self, room: BootstrapRoom, writer: Prefill, client: PeerClient) -> None:
+        if writer.fenced.is_set():
+            self.quarantine.fenced(room, writer.instance)
+        if process_is_gone(writer.process):
+            self.quarantine.process_gone(writer.process)
+        elif await self._asked(room, writer, client):
+            self.quarantine.drained(room, writer.instance)
 
     async def _asked(self, room: BootstrapRoom, writer: Prefill, client: PeerClient) -> bool:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from pd_common.control.clients import BootstrapClient, Connection, PeerClient
@@ -19,6 +19,8 @@ _log = logging.getLogger(__name__)
 
 _BEAT_PATIENCE = 5
 """A prefill that misses this many beats is taken for dead; long steps of its engine do not stop the beats."""
+_PROOF_PATIENCE_S = 5.0
+"""How long rooms wait for a process that owes proofs; one that runs gives them at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +40,7 @@ class Prefill:
     @property
     def writer(self) -> Writer:
         """As the quarantine knows it."""
-        return Writer(self.instance, self.process)
+        return Writer(self.instance, self.connection.address, self.process)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ class OwnMemory:
 class Prefills:
     """At most one pairing per process, whatever names its Bootstrap address goes by.
 
-    `on_lost` is told when one ends; then its port is fenced.
+    `on_lost` is told when one ends; then its port is fenced. `proven` returns when a process owes no proof for memory
+    in quarantine: before that it is not paired again, so that no process can bring more and more memory there.
     """
 
     def __init__(
@@ -64,10 +67,14 @@ class Prefills:
         own: OwnMemory,
         transport: Transport,
         on_lost: Callable[[Prefill, PeerLost], None],
+        proven: Callable[[Instance], Awaitable[None]],
     ) -> None:
         self._own = own
         self._transport = transport
         self._on_lost = on_lost
+        self._proven = proven
+        self._paired: dict[Instance, Prefill] = {}
+        self._meetings: dict[Instance, asyncio.Task[Prefill]] = {}
         self._pairings: dict[BootstrapAddress, asyncio.Task[Prefill]] = {}
         self._watches: set[asyncio.Task[None]] = set()
 
@@ -75,12 +82,12 @@ class Prefills:
         """The prefill at this address, paired now if it was not.
 
         Raises:
-            PeerLost, TopologyIncomplete: it is not there (yet).
+            PeerLost, TopologyIncomplete: it is not there (yet), or owes proofs.
             LayoutMismatch: it cannot be paired.
 
         """
         pairing = self._pairings.get(address)
-        if pairing is None or (pairing.done() and _result(pairing) is None):
+        if pairing is None or (pairing.done() and not self._is_valid(pairing)):
             pairing = asyncio.create_task(self._pair(address))
             pairing.add_done_callback(_look_at_failure)
             self._pairings[address] = pairing
@@ -88,14 +95,16 @@ class Prefills:
 
     def is_current(self, prefill: Prefill) -> bool:
         """The pairing has not been lost."""
-        return prefill in self._paired()
+        return self._paired.get(prefill.instance) is prefill
 
     async def forget(self, prefill: Prefill, why: str) -> None:
         """Ends a pairing; its rooms fail and nothing can arrive from it any more when this returns."""
         if not self.is_current(prefill):
             return
-        names = [name for name, pairing in self._pairings.items() if _result(pairing) is prefill]
-        for name in names:
+        del self._paired[prefill.instance]
+        for name in [
+            name for name, pairing in self._pairings.items() if pairing.done() and not self._is_valid(pairing)
+        ]:
             del self._pairings[name]
         _log.info("prefill %s (%s) is lost: %s", prefill.address.target, prefill.instance.instance_id, why)
         error = PeerLost(f"prefill {prefill.address.target} is gone: {why}", peer=prefill.address.target)
@@ -105,14 +114,16 @@ class Prefills:
 
     async def close(self) -> None:
         """Ends every pairing."""
-        for prefill in self._paired():
+        for prefill in tuple(self._paired.values()):
             await self.forget(prefill, "this process stops")
-        for task in (*self._watches, *self._pairings.values()):
+        tasks = (*self._watches, *self._meetings.values(), *self._pairings.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._watches, *self._pairings.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _paired(self) -> set[Prefill]:
-        return {prefill for pairing in self._pairings.values() if (prefill := _result(pairing)) is not None}
+    def _is_valid(self, pairing: asyncio.Task[Prefill]) -> bool:
+        prefill = _result(pairing)
+        return prefill is not None and self.is_current(prefill)
 
     async def _pair(self, address: BootstrapAddress) -> Prefill:
         bootstrap = Connection(address.target)
@@ -120,9 +131,17 @@ class Prefills:
             rank = _only_rank(await BootstrapClient(bootstrap).get_topology(), address)
         finally:
             await bootstrap.close()
-        for prefill in self._paired():
-            if prefill.instance == rank.instance:
-                return prefill  # known by another name already
+        known = self._paired.get(rank.instance)
+        if known is not None:
+            return known  # by another name
+        meeting = self._meetings.get(rank.instance)
+        if meeting is None:
+            meeting = self._meetings[rank.instance] = asyncio.create_task(self._meet(address, rank))
+            meeting.add_done_callback(lambda _: self._meetings.pop(rank.instance, None))
+        return await asyncio.shield(meeting)
+
+    async def _meet(self, address: BootstrapAddress, rank: RankInfo) -> Prefill:
+        await self._require_proofs(address, rank.instance)
         connection = Connection(rank.control_address)
         port = self._transport.listen(self._own.regions)
         try:
@@ -131,11 +150,20 @@ class Prefills:
             await port.fence()
             await connection.close()
             raise
+        self._paired[prefill.instance] = prefill
         watch = asyncio.create_task(self._watch(prefill))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
         _log.info("paired with prefill %s, pages arrive by %s", address.target, prefill.carrier)
         return prefill
+
+    async def _require_proofs(self, address: BootstrapAddress, instance: Instance) -> None:
+        try:
+            async with asyncio.timeout(_PROOF_PATIENCE_S):
+                await self._proven(instance)
+        except TimeoutError:
+            peer = address.target
+            raise PeerLost(f"prefill {peer} has not said that it is quiet for rooms that failed", peer=peer) from None
 
     async def _register(
         self, address: BootstrapAddress, instance: Instance, connection: Connection, port: InboundPort

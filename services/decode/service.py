@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
 
-from pd_common.aio import RoomTask, drain_tasks
+from pd_common.aio import RoomTask, drain_tasks, finished_even_if_cancelled
 from pd_common.control.outputs import OutputHub
 from pd_common.control.servicers import PoolStatus, TransferReport
 from pd_common.engine.engine import Engine
@@ -27,12 +28,14 @@ from pd_common.errors import (
 from pd_common.generation import GenerationRequest, Output
 from pd_common.handoff.chunk import PoolBuffers
 from pd_common.handoff.destination import Offer
-from pd_common.handoff.digest import digest_prompt
+from pd_common.handoff.digest import PageDigest, digest_prompt
 from pd_common.handoff.metadata import HandoffMetadata, MetadataBuffers
+from pd_common.handoff.quarantine import Held
 from pd_common.handoff.receiver import KVReceiver
 from pd_common.handoff.state import Transfer, TransferState
 from pd_common.handoff.table import TransferTable
 from pd_common.telemetry.spans import RoomTrace, SpanName
+from pd_common.transport.fake import is_fake, require_fake
 from pd_common.types import BootstrapRoom, Instance
 from services.decode.drain import Drain
 from services.decode.prefills import Prefill, Prefills
@@ -47,7 +50,8 @@ class _Room:
     """A request that is being served, and what it holds.
 
     `offered_to` is set as soon as a prefill may know the pages; from then on only the drain gives them back, or the
-    commit makes them this room's alone. `concluded` tells the prefill's report how the commit went.
+    commit makes them this room's alone; `receiver` goes with it. `concluded` tells the prefill's report how the commit
+    went.
     """
 
     request: GenerationRequest
@@ -60,6 +64,7 @@ class _Room:
     prefill: Prefill | None = None
     allocation: Allocation | None = None
     offered_to: Prefill | None = None
+    receiver: KVReceiver | None = None
     answer: Answer | None = None
 
 
@@ -78,7 +83,8 @@ class DecodeService:
         transfers: TransferTable,
         hub: OutputHub,
         *,
-        with_digest: bool,
+        new_digest: Callable[[], PageDigest] | None,
+        only_fake: bool = False,
     ) -> None:
         self.instance = instance
         self.transfers = transfers
@@ -87,7 +93,8 @@ class DecodeService:
         self._pool = pool
         self._metadata = metadata
         self._hub = hub
-        self._with_digest = with_digest
+        self._new_digest = new_digest
+        self._only_fake = only_fake
         self._rooms: dict[BootstrapRoom, _Room] = {}
         self._prealloc = prealloc
         self._drain = drain
@@ -109,12 +116,17 @@ class DecodeService:
             len(self._rooms),
         )
 
+    def quarantined(self) -> tuple[Held, ...]:
+        return self._drain.quarantine.held
+
     # --- what comes in ---
 
     def submit(self, request: GenerationRequest, parent: Context) -> None:
         if self._stopping:
             raise ShuttingDown("this decode is stopping and takes no new request")
         self._engine.validate(request)
+        if self._only_fake:
+            require_fake(request.bootstrap)
         if request.room in self._drain.quarantine:
             raise RoomAborted(f"room {request.room} failed and its memory is not proven quiet", room=request.room)
         if request.room in self._rooms and self.transfers.find(request.room) is None:  # its answer outlives its record
@@ -138,6 +150,8 @@ class DecodeService:
         elif newer and report.state is TransferState.FAILED:
             self.abandon(report.room, report.failure or TransferFailed("prefill gave the room up", room=report.room))
         elif newer:
+            if room is not None and room.receiver is not None:
+                room.receiver.pages_complete(report.progress.pages_done)
             self.transfers.advance(report.room, report.state, time.monotonic(), progress=report.progress)
         return self.transfers.get(report.room)
 
@@ -162,9 +176,34 @@ class DecodeService:
         for transfer in self.transfers.fail_peer(prefill.instance, error, time.monotonic()):
             self.abandon(transfer.room, error)
 
+    async def proven(self, instance: Instance) -> None:
+        """Returns when this lost process can write nothing here: the rooms offered to it are over, its proofs given."""
+        for room in tuple(self._rooms.values()):
+            if room.task is not None and room.offered_to is not None and room.offered_to.instance == instance:
+                await room.task.ended()
+        await self._drain.proven(instance)
+
     # --- the life of a room ---
 
     async def _serve(self, room: _Room) -> None:
+        receive = self._make_up if is_fake(room.request.bootstrap) else self._receive
+        allocation, metadata = await receive(room)
+        room.trace.enter(SpanName.FIRST_TOKEN)
+        await self._write_answer(room, allocation, metadata)
+
+    async def _make_up(self, room: _Room) -> tuple[Allocation, HandoffMetadata]:
+        """A fake room: zeros stand for the prompt's KV, the last token said again for the first of the answer."""
+        request = room.request
+        room.trace.enter(SpanName.PREALLOC_WAIT)
+        room.allocation = allocation = await self._prealloc.acquire(self._pages_for(request))
+        room.trace.enter(SpanName.ALLOCATE, pages=len(allocation.pages))
+        await finished_even_if_cancelled(self._engine.zero_pages(allocation.pages))
+        for state in (TransferState.WAITING_FOR_INPUT, TransferState.SUCCESS):
+            self.transfers.advance(request.room, state, time.monotonic())
+        room.concluded.set()
+        return allocation, HandoffMetadata(request.prompt[-1], len(request.prompt))
+
+    async def _receive(self, room: _Room) -> tuple[Allocation, HandoffMetadata]:
         request, trace = room.request, room.trace
         trace.enter(SpanName.PEERING)
         room.prefill = await self._prefills.pair_with(request.bootstrap)
@@ -175,9 +214,7 @@ class DecodeService:
         trace.enter(SpanName.TRANSFER_WAIT)
         await room.reported
         trace.enter(SpanName.GATE)
-        metadata = await self._commit(room, receiver)
-        trace.enter(SpanName.FIRST_TOKEN)
-        await self._write_answer(room, allocation, metadata)
+        return allocation, await self._commit(room, receiver)
 
     async def _offer(self, room: _Room, allocation: Allocation) -> KVReceiver:
         """Publishes the prompt's pages. A prefill that has restarted, or forgotten this decode, is paired anew once."""
@@ -202,7 +239,8 @@ class DecodeService:
             prompt_tokens=len(request.prompt),
             prompt_digest=room.prompt_digest,
         )
-        receiver = KVReceiver(request.room, offer, self._pool, self._metadata, with_digest=self._with_digest)
+        digest = None if self._new_digest is None else self._new_digest()
+        room.receiver = receiver = KVReceiver(request.room, offer, self._pool, self._metadata, digest)
         room.offered_to = prefill
         # Before the call, whose answer a report may overtake; whose room it is, is settled once the offer is accepted.
         self.transfers.advance(request.room, TransferState.WAITING_FOR_INPUT, now)
@@ -219,8 +257,7 @@ class DecodeService:
 
     async def _commit(self, room: _Room, receiver: KVReceiver) -> HandoffMetadata:
         """Only what passes the gate and the digest is a success; then slot and pages are this room's alone."""
-        metadata = receiver.read_metadata()
-        await asyncio.to_thread(receiver.verify_digest, metadata)
+        metadata = await receiver.commit()
         self.transfers.advance(room.request.room, TransferState.SUCCESS, time.monotonic())
         room.offered_to = None
         room.concluded.set()
@@ -252,6 +289,8 @@ class DecodeService:
         room.concluded.set()
         if room.answer is not None:
             await self._scheduler.leave(room.answer)
+        if room.receiver is not None:
+            await room.receiver.quiet()
         del self._rooms[number]
         if room.allocation is not None:
             self._give_back(number, room.allocation, room.offered_to)

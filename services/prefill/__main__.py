@@ -78,7 +78,10 @@ async def serve(options: dict[str, Any]) -> None:
     membership = Membership(rank, BootstrapClient(directory))
     lease_s = await membership.join()
     exposed = metrics.served(service.pool_status, listen.host, options["metrics_port"])
-    async with exposed, process.background(scheduler.run(), service.reap(), membership.stay(lease_s), own.transport.watch()):
+    async with (
+        exposed,
+        process.background(scheduler.run(), service.reap(), membership.stay(lease_s), own.transport.watch()),
+    ):
         await control.set_serving(True)
         process.announce(f"pd-prefill serves {engine.model_info.name} on {address}", own.transport.info)
         await server.until_signal()

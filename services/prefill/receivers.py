@@ -16,8 +16,8 @@ from pd_common.types import Instance, KvLayout
 
 _log = logging.getLogger(__name__)
 
-UNHELD_S = 10.0
-"""A registration without a HoldReceiver call is dropped after this time."""
+UNHELD_S = 2.5
+"""A registration without a HoldReceiver call is dropped after this time: decode makes it at once, unless it died."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,7 @@ class Receiver:
 
 
 class Receivers:
-    """At most one registration per control address. `on_lost` is told when one ends."""
+    """At most one registration per control address, and one per process. `on_lost` is told when one ends."""
 
     def __init__(self, layout: KvLayout, transport: Transport, on_lost: Callable[[Instance, PeerLost], None]) -> None:
         self._layout = layout
@@ -72,7 +72,7 @@ class Receivers:
         """One at a time: whoever has connected meanwhile is looked at again."""
         async with self._registering:
             self._refuse_stale(instance, control_address)
-            for other in self._at(control_address):
+            for other in (*self._at(control_address), *self._elsewhere(instance, control_address)):
                 await self.drop(other, "it registered again" if other.instance == instance else "it has restarted")
             connection = Connection(control_address)
             receiver = Receiver(instance, control_address, pool, channel, connection, PeerClient(connection))
@@ -125,6 +125,11 @@ class Receivers:
 
     def _at(self, control_address: str) -> list[Receiver]:
         return [receiver for receiver in self._by_instance.values() if receiver.control_address == control_address]
+
+    def _elsewhere(self, instance: Instance, control_address: str) -> list[Receiver]:
+        """The same process's registration under another address."""
+        known = self._by_instance.get(instance)
+        return [] if known is None or known.control_address == control_address else [known]
 
 
 async def _disconnect(receiver: Receiver) -> None:

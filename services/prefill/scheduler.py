@@ -74,6 +74,15 @@ class PrefillScheduler:
         self._work.set()
         return job
 
+    async def compute_only(self, sequence: Sequence) -> None:
+        """Computes a prompt whose pages nobody wants, and frees them; raises as `Job.next_chunk` does."""
+        job = self.enqueue(sequence)
+        try:
+            while (await job.next_chunk()).sampled is None:
+                pass
+        finally:
+            await self.release(job)
+
     async def release(self, job: Job) -> None:
         """Takes the job out and frees its pages; returns when no step reads or writes them any more."""
         if job in self._waiting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,21 +29,22 @@ from pd_common.errors import (
 from pd_common.generation import FinishReason, GenerationRequest, Output, Usage
 from pd_common.handoff.chunk import ChunkPlanner, PoolBuffers, TransferKVChunk
 from pd_common.handoff.destination import Destination, Offer
-from pd_common.handoff.digest import digest_prompt
+from pd_common.handoff.digest import PageDigest, digest_prompt
 from pd_common.handoff.metadata import HandoffMetadata, MetadataBuffers, Slot
+from pd_common.handoff.quarantine import Held
 from pd_common.handoff.sender import KVSender
 from pd_common.handoff.state import Progress, Transfer, TransferState
 from pd_common.handoff.table import TransferTable
 from pd_common.telemetry.spans import RoomTrace, SpanName, now_ns
 from pd_common.transport.base import WriteReceipt
+from pd_common.transport.fake import is_fake, require_fake
 from pd_common.types import BootstrapRoom, Instance
+from services.prefill.fake import offer_of_nothing
 from services.prefill.receivers import Receiver, Receivers
+from services.prefill.reports import AGAIN_S, Reports
 from services.prefill.scheduler import Job, PrefillScheduler
 
 _REAP_S = 0.1
-_REPORT_AGAIN_S = 0.2
-_TELL_S = 5.0
-"""A decode that has not answered by then may be told by its own deadline: an abort waits for this."""
 
 
 @dataclass(slots=True)
@@ -83,7 +84,8 @@ class PrefillService:
         transfers: TransferTable,
         hub: OutputHub,
         *,
-        with_digest: bool,
+        new_digest: Callable[[], PageDigest] | None,
+        only_fake: bool = False,
     ) -> None:
         self.instance = instance
         self.transfers = transfers
@@ -92,7 +94,8 @@ class PrefillService:
         self._metadata = metadata
         self._free_slots = asyncio.Semaphore(metadata.free_slots)
         self._hub = hub
-        self._with_digest = with_digest
+        self._new_digest = new_digest
+        self._only_fake = only_fake
         self._source = source
         self._rooms: dict[BootstrapRoom, _Room] = {}
         self._offered: dict[BootstrapRoom, tuple[Destination, Receiver]] = {}
@@ -101,12 +104,16 @@ class PrefillService:
     def use(self, receivers: Receivers) -> None:
         """Who offers memory; it calls back into this service, so it is made after it."""
         self._receivers = receivers
+        self._reports = Reports(self.instance, receivers)
 
     def pool_status(self) -> PoolStatus:
         """Prefill has no quarantine: nobody writes here."""
         pages, slots = self._engine.pages, self._metadata
         live = len(self._rooms) + len(self._offered)
         return PoolStatus(pages.num_pages, pages.num_free, 0, slots.num_slots, slots.free_slots, 0, live)
+
+    def quarantined(self) -> tuple[Held, ...]:
+        return ()
 
     # --- what comes in ---
 
@@ -175,7 +182,7 @@ class PrefillService:
         if live is not None and live.task is not None:  # also when its record is gone: what counts is the last write
             await live.task.ended()
         elif offered is not None:
-            await self._tell_decode(room, offered[1], 1, error)
+            await self._reports.tell_failed(room, offered[1], 1, error)
         ended = self.transfers.find(room)
         return None if known is None or ended is None else ended.state
 
@@ -198,6 +205,23 @@ class PrefillService:
     # --- the life of a room ---
 
     async def _hand_off(self, room: _Room) -> None:
+        if is_fake(room.request.bootstrap):
+            await self._compute_only(room)
+        else:
+            await self._meet_and_hand_off(room)
+        usage = Usage(len(room.request.prompt), 1)
+        self._hub.publish([Output(room.request.room, finish=FinishReason.HANDED_OFF, usage=usage)])
+
+    async def _compute_only(self, room: _Room) -> None:
+        """A fake room: what an offer of nothing asks for is computed, and nothing moves."""
+        number, now = room.request.room, time.monotonic()
+        offer = offer_of_nothing(self.instance, room.request)
+        self.transfers.join_offer(number, offer, deadline_s=now + room.request.timeout_s, now=now)
+        room.trace.enter(SpanName.COMPUTE_WAIT)
+        await self._scheduler.compute_only(Sequence(room.request))
+        self.transfers.advance(number, TransferState.SUCCESS, time.monotonic())
+
+    async def _meet_and_hand_off(self, room: _Room) -> None:
         room.trace.enter(SpanName.BOOTSTRAP_WAIT)
         destination, receiver = await room.destination
         room.trace.enter(SpanName.COMPUTE_WAIT)
@@ -206,8 +230,6 @@ class PrefillService:
         room.trace.enter(SpanName.COMMIT)
         await self._send(room, work, chunk, metadata)
         await self._agree(room, work)
-        usage = Usage(len(room.request.prompt), 1)
-        self._hub.publish([Output(room.request.room, finish=FinishReason.HANDED_OFF, usage=usage)])
 
     async def _begin(self, room: _Room, destination: Destination, receiver: Receiver) -> _Work:
         """Takes a metadata slot and a place in the compute queue."""
@@ -217,7 +239,8 @@ class PrefillService:
         slot = self._metadata.alloc()
         if slot is None:
             raise InternalError("the semaphore and the metadata slots disagree")
-        sender = KVSender(number, self._source, destination, self._metadata, slot, with_digest=self._with_digest)
+        digest = None if self._new_digest is None else self._new_digest()
+        sender = KVSender(number, self._source, destination, self._metadata, slot, digest)
         return _Work(self._scheduler.enqueue(Sequence(room.request)), slot, sender, planner, receiver)
 
     async def _compute_and_send(self, room: _Room, work: _Work) -> tuple[TransferKVChunk, HandoffMetadata]:
@@ -286,7 +309,7 @@ class PrefillService:
             try:
                 state, failure = await self._report(room, work.receiver, TransferState.SUCCESS, work.sender.progress)
             except (PeerLost, DeadlineExceeded):
-                await asyncio.sleep(_REPORT_AGAIN_S)
+                await asyncio.sleep(AGAIN_S)
                 continue
             if state is TransferState.SUCCESS:
                 self.transfers.advance(room.request.room, TransferState.SUCCESS, time.monotonic())
@@ -321,45 +344,13 @@ class PrefillService:
         if error is None or room.decode_told or not offered:
             return
         _, receiver = room.destination.result()
-        await self._tell_decode(room.request.room, receiver, room.reports + 1, error)
-
-    async def _tell_decode(self, number: BootstrapRoom, receiver: Receiver, sequence: int, error: PdError) -> None:
-        """Says it again while there is no answer; a decode that never gets it has its own deadline."""
-        ends_s = time.monotonic() + _TELL_S
-        while self._receivers.is_current(receiver) and time.monotonic() < ends_s:
-            try:
-                await self._say(number, receiver, sequence, TransferState.FAILED, Progress(), error)
-            except (PeerLost, DeadlineExceeded):
-                await asyncio.sleep(_REPORT_AGAIN_S)
-            except PdError:
-                return  # decode has forgotten the room
-            else:
-                return
+        await self._reports.tell_failed(room.request.room, receiver, room.reports + 1, error)
 
     async def _report(
         self, room: _Room, receiver: Receiver, state: TransferState, progress: Progress
     ) -> tuple[TransferState, PdError | None]:
         room.reports += 1
-        return await self._say(room.request.room, receiver, room.reports, state, progress)
-
-    async def _say(
-        self,
-        number: BootstrapRoom,
-        receiver: Receiver,
-        sequence: int,
-        state: TransferState,
-        progress: Progress,
-        failure: PdError | None = None,
-    ) -> tuple[TransferState, PdError | None]:
-        return await receiver.client.report_transfer(
-            number,
-            reporter=self.instance,
-            recipient=receiver.instance,
-            sequence=sequence,
-            state=state,
-            progress=progress,
-            failure=failure,
-        )
+        return await self._reports.say(room.request.room, receiver, room.reports, state, progress)
 
     # --- housekeeping ---
 
@@ -382,6 +373,8 @@ class PrefillService:
     def _validated_leg(self, request: GenerationRequest) -> GenerationRequest:
         """Prefill's own leg: one token, whatever the client wants of the answer."""
         validate_request(request, self._engine.limits, holds_answer=False)
+        if self._only_fake:
+            require_fake(request.bootstrap)
         sampling = replace(request.sampling, max_new_tokens=1)
         return replace(request, sampling=sampling)
 

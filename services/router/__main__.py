@@ -9,11 +9,11 @@ import click
 
 from pd_common import config
 from pd_common.control import process, server
+from pd_common.control.http_server import HttpServer
 from pd_common.telemetry import spans
 from pd_common.types import BootstrapAddress, Role
 from services.router.dispatch import Dispatcher
 from services.router.http import create_app
-from pd_common.control.http_server import HttpServer
 from services.router.policy import LeastRooms
 from services.router.probe import Prober
 from services.router.servicer import RouterGenerationServicer

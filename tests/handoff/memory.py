@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from pd_common.errors import PdError
 from pd_common.handoff.chunk import PoolBuffers
 from pd_common.handoff.destination import Destination, Offer, RemotePool
+from pd_common.handoff.digest import PageDigest, ReadPages
 from pd_common.handoff.metadata import MetadataBuffers, Slot
 from pd_common.transport.base import Puts, WriteReceipt
 from pd_common.types import BootstrapRoom, Instance
@@ -33,6 +35,15 @@ class MemoryPool:
         ]
         bases = tuple(array.ctypes.data for array in self.arrays)
         self.buffers = PoolBuffers(bases, tuple(item_lens), num_pages, page_size)
+
+    def new_digest(self) -> PageDigest:
+        return PageDigest(host_readers(self.buffers))
+
+    def digest_of(self, pages: Sequence[int]) -> bytes:
+        """The digest of these pages as one piece."""
+        whole = self.new_digest()
+        whole.update(np.array(pages, dtype=np.int64))
+        return whole.digest()
 
     def pages(self, pages: Sequence[int]) -> bytes:
         """The bytes of these pages, buffer by buffer."""
@@ -96,3 +107,19 @@ def owned(rows: MetadataBuffers) -> Slot:
 
 def room(number: int) -> BootstrapRoom:
     return BootstrapRoom(number)
+
+
+def host_readers(pool: PoolBuffers) -> tuple[ReadPages, ...]:
+    """Readers of a pool in this process's own memory; the pool must outlive them."""
+    return tuple(
+        partial(_read_host, _view(base, item_len * pool.num_pages), item_len)
+        for base, item_len in zip(pool.bases, pool.item_lens, strict=True)
+    )
+
+
+def _read_host(view: memoryview, item_len: int, first: int, count: int) -> memoryview:
+    return view[first * item_len : (first + count) * item_len]
+
+
+def _view(base: int, length: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * length).from_address(base)).cast("B")

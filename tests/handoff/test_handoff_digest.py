@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_common.handoff.digest import PageDigest, digest_pages, digest_prompt
+from pd_common.handoff.digest import digest_prompt
 from tests.handoff.memory import MemoryPool
 
 ITEM_LENS = (64, 192, 40)
@@ -20,32 +20,30 @@ def test_neither_placement_nor_chunks_matter(here: list[int], there: list[int], 
     for mine, theirs in zip(source.arrays, target.arrays, strict=True):
         theirs[there] = mine[here]
     bounds = [0, *sorted(cuts), PAGES]
-    running = PageDigest(source.buffers)
+    running = source.new_digest()
     for start, stop in pairwise(bounds):
         running.update(np.array(here[start:stop], dtype=np.int64))
-    assert running.digest() == digest_pages(target.buffers, np.array(there, dtype=np.int64))
+    assert running.digest() == target.digest_of(there)
 
 
 @pytest.mark.parametrize("buffer", range(len(ITEM_LENS)))
 def test_one_byte_of_one_buffer_matters(buffer: int) -> None:
     pool = MemoryPool(ITEM_LENS, PAGES, 4, seed=3)
-    pages = np.array([2, 3, 9])
-    before = digest_pages(pool.buffers, pages)
+    pages = [2, 3, 9]
+    before = pool.digest_of(pages)
     pool.arrays[buffer][9, -1] ^= 1
-    assert digest_pages(pool.buffers, pages) != before
+    assert pool.digest_of(pages) != before
 
 
 @pytest.mark.parametrize("other", [[3, 2, 9], [2, 3], [2, 3, 9, 10], []])
 def test_order_and_number_of_pages_matter(other: list[int]) -> None:
     pool = MemoryPool(ITEM_LENS, PAGES, 4, seed=3)
-    digest = digest_pages(pool.buffers, np.array([2, 3, 9]))
-    assert digest_pages(pool.buffers, np.array(other, dtype=np.int64)) != digest
+    assert pool.digest_of(other) != pool.digest_of([2, 3, 9])
 
 
 def test_a_page_outside_is_not_hashed() -> None:
     pool = MemoryPool(ITEM_LENS, PAGES, 4, seed=3)
-    pages = np.array([PAGES - 1, PAGES + 5])
-    assert digest_pages(pool.buffers, pages) == digest_pages(pool.buffers, pages[:1])
+    assert pool.digest_of([PAGES - 1, PAGES + 5]) == pool.digest_of([PAGES - 1])
 
 
 def test_prompts_have_different_names() -> None:

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_common.errors import InternalError, MetadataInvalid
+from pd_common.errors import DigestMismatch, InternalError, MetadataInvalid
 from pd_common.generation import MAX_TOP_LOGPROBS, TokenLogprob
 from pd_common.handoff import metadata as layout
+from pd_common.handoff.digest import digest_row
 from pd_common.handoff.metadata import (
     METADATA_SCHEMA,
     ROW_BYTES,
@@ -44,11 +45,11 @@ def apply(puts: Puts) -> None:
     ctypes.memmove(int(puts.remote[0]), int(puts.local[0]), int(puts.lengths[0]))
 
 
-def test_the_layout_of_schema_1_is_what_other_processes_know() -> None:
+def test_the_layout_of_schema_2_is_what_other_processes_know() -> None:
     """A change here is a new METADATA_SCHEMA."""
     fields = layout._ROW.fields
     assert fields is not None
-    assert METADATA_SCHEMA == 1
+    assert METADATA_SCHEMA == 2
     assert {name: field[1] for name, field in fields.items()} == {
         "schema": 0,
         "output_ids": 64,
@@ -62,9 +63,10 @@ def test_the_layout_of_schema_1_is_what_other_processes_know() -> None:
         "output_top_logprobs_idx": 704,
         "digest_len": 832,
         "digest": 896,
-        "seal": 960,
+        "row_digest": 960,
+        "seal": 1024,
     }
-    assert ROW_BYTES == 1024
+    assert ROW_BYTES == 1088
 
 
 @given(metadatas, metadatas)
@@ -154,17 +156,21 @@ def test_what_does_not_fit_is_refused_not_cut(metadata: HandoffMetadata) -> None
         rows.set_buf(owned(rows), room(1), 1, metadata)
 
 
-@given(st.binary(min_size=ROW_BYTES, max_size=ROW_BYTES), st.booleans())
-def test_any_bytes_in_a_row_are_read_or_refused(data: bytes, right_schema: bool) -> None:
+@given(st.binary(min_size=ROW_BYTES, max_size=ROW_BYTES), st.booleans(), st.booleans())
+def test_any_bytes_in_a_row_are_read_or_refused(data: bytes, right_schema: bool, right_digest: bool) -> None:
+    """A sender may mean ill and make a right digest of an impossible row (I11)."""
     rows = MetadataBuffers(1)
     slot = owned(rows)
     data = METADATA_SCHEMA.to_bytes(4, "little") + data[4:] if right_schema else data
+    if right_digest:
+        data = data[:960] + digest_row(data[:960] + data[976:]) + data[976:]
     ctypes.memmove(rows.region.base, data, ROW_BYTES)
     rows.get_seal(slot)
     try:
         metadata = rows.get_buf(slot)
-    except MetadataInvalid:
+    except (MetadataInvalid, DigestMismatch):
         return
+    assert right_digest
     assert metadata.logprob is None or len(metadata.logprob.top) <= MAX_TOP_LOGPROBS
 
 

@@ -150,8 +150,8 @@ class TableHistory(RuleBasedStateMachine):
 
 PAGES, SLOTS = 6, 3
 WRITERS = (
-    Writer(Instance("here", 1), ProcessProof("host-a", 1, 1)),
-    Writer(Instance("there", 1), ProcessProof("host-b", 2, 1)),
+    Writer(Instance("here", 1), "host-a:1", ProcessProof("host-a", 1, 1)),
+    Writer(Instance("there", 1), "host-b:1", ProcessProof("host-b", 2, 1)),
 )
 peers = st.sampled_from(WRITERS)
 

@@ -10,8 +10,8 @@ from pd_common.handoff.quarantine import Proof, Quarantine, Writer
 from pd_common.types import BootstrapRoom, Instance, ProcessProof
 from tests.handoff.memory import room
 
-HERE = Writer(Instance("prefill-here", 1), ProcessProof("host-a", 10, 1))
-THERE = Writer(Instance("prefill-there", 1), ProcessProof("host-b", 10, 1))
+HERE = Writer(Instance("prefill-here", 1), "host-a:8998", ProcessProof("host-a", 10, 1))
+THERE = Writer(Instance("prefill-there", 1), "host-b:8998", ProcessProof("host-b", 10, 1))
 PAGES, SLOT = (4, 2), Slot(1, 3)
 
 
@@ -119,5 +119,14 @@ def test_it_says_what_it_waits_for() -> None:
     assert (held.room, held.since_s) == (7, 1.5)
     assert held.missing == {HERE: frozenset(Proof), THERE: frozenset({Proof.FENCED})}
     assert freed.quarantine.awaited_processes() == {HERE.process}
+    assert [freed.quarantine.owed_pages(writer.instance) for writer in (HERE, THERE)] == [2, 2]
+    assert held.in_words(4.0) == (
+        "room 7 keeps 2 pages and metadata slot 1 from reuse for 2.5 s: it waits until "
+        "prefill-here at host-a:8998 says that it is quiet, "
+        "or our port for it is torn down and its process 10 on this host has ended; "
+        "prefill-there at host-b:8998 says that it is quiet, or our port for it is torn down"
+    )
     gone(HERE)(freed.quarantine)
     assert freed.quarantine.awaited_processes() == frozenset()
+    drained(THERE)(freed.quarantine)
+    assert [freed.quarantine.owed_pages(writer.instance) for writer in (HERE, THERE)] == [2, 0]

@@ -20,7 +20,7 @@ from pd_common.generation import TokenLogprob
 from pd_common.handoff.chunk import ChunkPlanner, Int64s, PoolBuffers, TransferKVChunk, pages_to_transfer
 from pd_common.handoff.destination import Destination, RemotePool
 from pd_common.handoff.digest import PageDigest
-from pd_common.handoff.metadata import CachedTokens, HandoffMetadata, MetadataBuffers, Slot
+from pd_common.handoff.metadata import ROW_BYTES, CachedTokens, HandoffMetadata, MetadataBuffers, Slot
 from pd_common.handoff.receiver import KVReceiver
 from pd_common.handoff.sender import KVSender
 from pd_common.handoff.state import Progress
@@ -65,9 +65,10 @@ class Pair:
             make_destination(self.offer, self.target, self.rows, self.channel),
             self.source_rows,
             self.source_slot,
-            with_digest=source_digest,
+            self.source.new_digest() if source_digest else None,
         )
-        self.receiver = KVReceiver(ROOM, self.offer, self.target.buffers, self.rows, with_digest=target_digest)
+        target_hash = self.target.new_digest() if target_digest else None
+        self.receiver = KVReceiver(ROOM, self.offer, self.target.buffers, self.rows, target_hash)
 
     def chunk(self, tokens: int) -> TransferKVChunk:
         chunk = self.planner.next_chunk(tokens, self.table, is_last=tokens == self.prompt)
@@ -101,19 +102,20 @@ async def test_what_arrives_is_what_was_computed(
 ) -> None:
     prefix = prompt // page_size * page_size if with_prefix else 0
     pair = Pair(prompt, page_size=page_size, prefix=prefix)
-    moved = 0
+    moved, chunks = 0, 1
     for tokens in range(chunk_tokens, prompt, chunk_tokens):
         chunk = pair.planner.next_chunk(tokens, pair.table, is_last=False)
         if chunk is not None:
             moved += (await pair.sender.send_kv_chunk(chunk)).bytes
+            chunks += 1
     metadata = HandoffMetadata(99, prompt, CachedTokens(total=3), LOGPROB)
     moved += (await pair.sender.finish(pair.chunk(prompt), metadata)).bytes
-    got = pair.receiver.commit()
+    got = await pair.receiver.commit()
     assert (got.first_token, got.cached_tokens, got.logprob) == (99, metadata.cached_tokens, metadata.logprob)
     assert pair.target.pages(pair.offer.pages) == pair.source.pages(pair.table[prefix // page_size :])
     pages = len(pair.offer.pages)
-    assert moved == pages * sum(ITEM_LENS) + 1024
-    assert pair.sender.progress == Progress(len(pair.channel.writes), pages, moved)
+    assert moved == pages * sum(ITEM_LENS) + ROW_BYTES
+    assert pair.sender.progress == Progress(chunks, pages, moved)
     assert pair.sender.quiet
 
 
@@ -124,13 +126,13 @@ async def test_no_byte_outside_the_offered_pages_is_touched() -> None:
     assert pair.target.pages(others) == bytes(len(others) * sum(ITEM_LENS))
 
 
-async def test_pages_then_body_then_seal_are_three_fenced_groups_of_one_write() -> None:
+async def test_the_row_is_written_after_the_pages_and_its_seal_after_its_body() -> None:
     pair = Pair(10)
     await pair.finish()
-    (groups,) = pair.channel.writes
+    (pages,), (body, seal) = pair.channel.writes
     rows = pair.rows.region.base
-    assert [group.total_bytes for group in groups] == [3 * sum(ITEM_LENS), 960, 64]
-    assert [group.remote.tolist() for group in groups[1:]] == [[rows], [rows + 960]]
+    assert [group.total_bytes for group in (pages, body, seal)] == [3 * sum(ITEM_LENS), ROW_BYTES - 64, 64]
+    assert [group.remote.tolist() for group in (body, seal)] == [[rows], [rows + ROW_BYTES - 64]]
 
 
 async def test_sends_that_are_handed_over_faster_go_out_one_at_a_time_in_order() -> None:
@@ -141,10 +143,10 @@ async def test_sends_that_are_handed_over_faster_go_out_one_at_a_time_in_order()
     assert len(pair.channel.writes) == 1
     pair.channel.gate.set()
     await asyncio.gather(*sends)
-    first_pages = [int(groups[0].remote[0]) for groups in pair.channel.writes]
+    first_pages = [int(groups[0].remote[0]) for groups in pair.channel.writes[:-1]]
     base, item_len = pair.target.buffers.bases[0], ITEM_LENS[0]
     assert first_pages == [base + page * item_len for page in pair.offer.pages]
-    assert pair.receiver.commit().first_token == 11
+    assert (await pair.receiver.commit()).first_token == 11
 
 
 async def test_a_chunk_out_of_order_is_refused_and_changes_nothing() -> None:
@@ -278,7 +280,7 @@ async def test_hashing_reads_the_pages_too(monkeypatch: pytest.MonkeyPatch, faul
     await settled(send)
 
 
-async def test_abort_while_the_last_pages_are_hashed_posts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_abort_while_the_last_pages_are_hashed_writes_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = SlowHash(monkeypatch)
     pair = Pair(12)
     finish = pair.finish()
@@ -289,21 +291,21 @@ async def test_abort_while_the_last_pages_are_hashed_posts_nothing(monkeypatch: 
     await abort
     with pytest.raises(RoomAborted):
         await finish
-    assert pair.channel.writes == []
+    ((pages,),) = pair.channel.writes
+    assert pages.total_bytes == 3 * sum(ITEM_LENS)
 
 
 async def test_without_a_digest_on_either_side_none_travels() -> None:
     pair = Pair(12, source_digest=False, target_digest=False)
     await pair.finish()
-    assert pair.receiver.commit().digest is None
+    assert (await pair.receiver.commit()).digest is None
 
 
 async def test_a_receiver_that_wants_a_digest_takes_no_room_without() -> None:
     pair = Pair(12, source_digest=False)
     await pair.finish()
-    assert pair.receiver.read_metadata().first_token == 11
     with pytest.raises(DigestMismatch):
-        pair.receiver.commit()
+        await pair.receiver.commit()
 
 
 async def test_source_bytes_that_change_after_they_were_hashed_are_found() -> None:
@@ -311,14 +313,14 @@ async def test_source_bytes_that_change_after_they_were_hashed_are_found() -> No
     await pair.finish()
     pair.target.arrays[2][pair.offer.pages[2], 0] ^= 255
     with pytest.raises(DigestMismatch):
-        pair.receiver.commit()
+        await pair.receiver.commit()
 
 
 async def test_nothing_is_committed_before_the_seal() -> None:
     pair = Pair(12)
     await pair.send(8)
     with pytest.raises(MetadataInvalid):
-        pair.receiver.commit()
+        await pair.receiver.commit()
 
 
 def other_layout(buffers: PoolBuffers, **changes: object) -> PoolBuffers:
@@ -342,7 +344,7 @@ async def test_pools_that_differ_cannot_be_joined(field: str, value: object) -> 
             make_destination(pair.offer, pair.target, pair.rows, pair.channel),
             pair.source_rows,
             Slot(0, 1),
-            with_digest=False,
+            None,
         )
     assert caught.value.metadata["field"] == field
 
@@ -369,7 +371,7 @@ async def test_an_invalid_offer_never_becomes_a_destination(
         Destination(offer, RemotePool(target.buffers, rows.region.base, rows.num_slots), GatedChannel())
 
 
-@pytest.mark.parametrize(("base", "slots"), [(-1, 1), (0, 0), (2**63 - 1023, 1)])
+@pytest.mark.parametrize(("base", "slots"), [(-1, 1), (0, 0), (2**63 - ROW_BYTES + 1, 1)])
 def test_remote_rows_stay_within_the_address_space(base: int, slots: int) -> None:
     with pytest.raises(PagesInvalid):
         RemotePool(MemoryPool(ITEM_LENS, 1, 4).buffers, base, slots)

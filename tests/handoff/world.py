@@ -116,7 +116,7 @@ class World:
             return
         pages, self.free_pages = tuple(self.free_pages[:count]), self.free_pages[count:]
         offer = Offer(self.decode, pages, slot, prefix, tokens, _prompt(args))
-        self.receivers[room] = KVReceiver(room, offer, self.pool.buffers, self.rows, with_digest=True)
+        self.receivers[room] = KVReceiver(room, offer, self.pool.buffers, self.rows, self.pool.new_digest())
         self.decode_table.advance(room, TransferState.WAITING_FOR_INPUT, self.now, peer=self.prefill)
         self.say(f"offers pages {_ids(pages)}, slot {_slot(slot)}")
 
@@ -131,7 +131,7 @@ class World:
     async def decode_commit(self, args: Args) -> None:
         room = _room(args)
         try:
-            metadata = self.receivers[room].commit()
+            metadata = await self.receivers[room].commit()
         except PdError as error:
             self.decode_table.fail(room, error, self.now)
             self._hold(room)
@@ -187,7 +187,7 @@ class World:
         receiver = self.receivers.pop(room, None)
         if receiver is None:
             return
-        writers = [Writer(self.prefill, PREFILL_PROCESS)]
+        writers = [Writer(self.prefill, "host-a:8998", PREFILL_PROCESS)]
         self.quarantine.hold(room, writers, receiver.offer.pages, receiver.offer.slot, self.now)
         self.say(f"quarantined pages {_ids(receiver.offer.pages)}, slot {_slot(receiver.offer.slot)}")
 
@@ -223,7 +223,7 @@ class World:
         if transfer.state is not TransferState.WAITING_FOR_INPUT or offer is None or slot is None:
             return
         destination = make_destination(offer, self.pool, self.rows, self.channel)
-        sender = KVSender(room, self.source.buffers, destination, self.source_rows, slot, with_digest=True)
+        sender = KVSender(room, self.source.buffers, destination, self.source_rows, slot, self.source.new_digest())
         planner = ChunkPlanner(room, offer.prompt_tokens, PAGE_SIZE, offer.decode_prefix_len)
         self.legs[room] = PrefillLeg(planner, sender, slot, offer, tuple(range(NUM_PAGES)))
 

@@ -85,3 +85,14 @@ def test_zeroed_pages_are_zeros_and_their_neighbours_are_not() -> None:
     pool.zero((1, 4))
     for view in views:
         assert [float(view[page].abs().max()) for page in range(5)] == [7, 0, 7, 7, 0]
+
+
+def test_pages_are_read_as_the_bytes_that_lie_there() -> None:
+    pool = KVPool(UNEVEN, page_size=4, num_pages=5, dtype=torch.bfloat16, device=CPU)
+    [base], _, [item_len] = pool.get_contiguous_buf_infos()
+    for layer in UNEVEN:
+        for part in parts(pool, layer):
+            part.copy_(torch.randn(part.shape))
+    read = pool.read_pages(1, 3)
+    assert (read.nbytes, read.format) == (3 * item_len, "B")
+    assert bytes(read) == ctypes.string_at(base + item_len, 3 * item_len)

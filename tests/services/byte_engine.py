@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,26 +14,31 @@ from pd_common.engine.request import Limits, validate_request
 from pd_common.engine.sampler import SampledToken
 from pd_common.generation import GenerationRequest
 from pd_common.handoff.chunk import PoolBuffers
-from pd_common.handoff.digest import PageDigest, host_readers
+from pd_common.handoff.digest import PageDigest
 from pd_common.kv.pages import PageAllocator
 from pd_common.transport.base import MemoryRegion
 from pd_common.transport.fake import is_fake
 from pd_common.types import BufferKind, BufferSpec, KvLayout, PageIndices
+from tests.handoff.memory import host_readers
 
 PAGE_SIZE = 4
 TOKEN_BYTES = 8
 
-LAYOUT = KvLayout(
-    model="digest-of-a-model",
-    dtype="int64",
-    page_size=PAGE_SIZE,
-    layers=1,
-    kv_heads=1,
-    head_dim=1,
-    metadata_schema=1,
-    software_version="0.1.0",
-    buffers=tuple(BufferSpec(kind, (0,), PAGE_SIZE * TOKEN_BYTES) for kind in (BufferKind.KEY, BufferKind.VALUE)),
-)
+
+def layout(width: int) -> KvLayout:
+    """Of a pool with `width` marks per token and buffer."""
+    item_len = PAGE_SIZE * TOKEN_BYTES * width
+    return KvLayout(
+        model="digest-of-a-model",
+        dtype="int64",
+        page_size=PAGE_SIZE,
+        layers=1,
+        kv_heads=1,
+        head_dim=width,
+        metadata_schema=1,
+        software_version="0.1.0",
+        buffers=tuple(BufferSpec(kind, (0,), item_len) for kind in (BufferKind.KEY, BufferKind.VALUE)),
+    )
 
 
 def answer_tokens(prompt_tokens: int, new_tokens: int) -> tuple[int, ...]:
@@ -53,15 +59,16 @@ class Gate(asyncio.Event):
 
 
 class BytePool:
-    """Two buffers of one 64-bit mark per token: its id, its position, and which buffer it is."""
+    """Two buffers of 64-bit marks, `width` equal ones per token: its id, its position, and which buffer it is."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, width: int = 1) -> None:
         self.page_size = PAGE_SIZE
         self.num_pages = num_pages
-        shape = (num_pages, PAGE_SIZE)
-        self.arrays: list[NDArray[np.int64]] = [np.zeros(shape, dtype=np.int64) for _ in LAYOUT.buffers]
+        shape = (num_pages, PAGE_SIZE, width)
+        buffers = layout(width).buffers
+        self.arrays: list[NDArray[np.int64]] = [np.zeros(shape, dtype=np.int64) for _ in buffers]
         self.regions = tuple(MemoryRegion(array.ctypes.data, array.nbytes) for array in self.arrays)
-        item_lens = tuple(buffer.item_len_bytes for buffer in LAYOUT.buffers)
+        item_lens = tuple(buffer.item_len_bytes for buffer in buffers)
         self.buffers = PoolBuffers(tuple(region.base for region in self.regions), item_lens, num_pages, PAGE_SIZE)
 
     def new_digest(self) -> PageDigest:
@@ -70,31 +77,31 @@ class BytePool:
     def write(self, pages: NDArray[np.int64], start: int, tokens: tuple[int, ...]) -> None:
         at = np.arange(start, start + len(tokens))
         for index, array in enumerate(self.arrays):
-            array[pages[at // PAGE_SIZE], at % PAGE_SIZE] = _marks(index, at, tokens)
+            array[pages[at // PAGE_SIZE], at % PAGE_SIZE] = _marks(index, at, tokens)[:, None]
 
     def holds(self, pages: NDArray[np.int64], tokens: tuple[int, ...], zeros: int = 0) -> bool:
         """Whether `pages` are these tokens', from position 0 on; the first `zeros` of them have zeros for marks."""
         at = np.arange(len(tokens))
         found = [array[pages[at // PAGE_SIZE], at % PAGE_SIZE] for array in self.arrays]
         expected = [np.where(at < zeros, 0, _marks(index, at, tokens)) for index in range(len(found))]
-        return all(map(np.array_equal, found, expected))
+        return all(bool((mine == right[:, None]).all()) for mine, right in zip(found, expected, strict=True))
 
-    def fill(self, pages: PageIndices, mark: int) -> None:
+    def fill(self, pages: Iterable[int], mark: int) -> None:
         """A canary."""
         for array in self.arrays:
             array[list(pages)] = mark
 
-    def is_filled(self, pages: PageIndices, mark: int) -> bool:
+    def is_filled(self, pages: Iterable[int], mark: int) -> bool:
         return all(bool((array[list(pages)] == mark).all()) for array in self.arrays)
 
 
 class ByteEngine:
     """What services use of an engine. A step waits at `gate`, then writes; `failure` ends the next step."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, width: int = 1) -> None:
         self.pages = PageAllocator(num_pages)
-        self.pool = BytePool(num_pages)
-        self.layout = LAYOUT
+        self.pool = BytePool(num_pages, width)
+        self.layout = layout(width)
         self.limits = Limits(context_length=4096, pool_tokens=num_pages * PAGE_SIZE, vocab_size=100_000)
         self.gate = Gate()
         self.gate.set()

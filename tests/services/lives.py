@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, cast
 
 from pd_common.control.generation_servicer import EngineGenerationServicer
@@ -17,6 +18,7 @@ from pd_common.control.servicers import (
 from pd_common.engine.engine import Engine
 from pd_common.handoff.metadata import MetadataBuffers
 from pd_common.handoff.table import TransferTable
+from pd_common.transport.base import Transport
 from pd_common.transport.loopback import Faults, LoopbackNetwork, LoopbackTransport
 from pd_common.types import Instance, Role
 from services.decode.drain import Drain
@@ -34,16 +36,33 @@ from tests.services.byte_engine import ByteEngine
 _epochs = itertools.count(1)
 
 
+@dataclass(frozen=True, slots=True)
+class Real:
+    """For a life that is a process of its own: its name, its data plane, and 64-bit marks per token and buffer."""
+
+    instance: Instance
+    transport: Transport
+    width: int
+
+
 class PrefillLife:
     """One life of a prefill process, as services/prefill/__main__.py wires it."""
 
-    def __init__(self, network: LoopbackNetwork, pages: int, slots: int, chunk_tokens: int, retention_s: float) -> None:
-        self.instance = Instance(f"prefill-{(epoch := next(_epochs))}", epoch)
-        self.engine = ByteEngine(pages)
+    def __init__(
+        self,
+        network: LoopbackNetwork,
+        pages: int,
+        slots: int,
+        chunk_tokens: int,
+        retention_s: float,
+        real: Real | None = None,
+    ) -> None:
+        self.instance = Instance(f"prefill-{(epoch := next(_epochs))}", epoch) if real is None else real.instance
+        self.engine = ByteEngine(pages, 1 if real is None else real.width)
         engine = cast("Engine", self.engine)
         self.metadata = MetadataBuffers(slots)
         self.faults = Faults()
-        self.transport = LoopbackTransport(network, self.faults)
+        self.transport: Transport = LoopbackTransport(network, self.faults) if real is None else real.transport
         for region in (*self.engine.pool.regions, self.metadata.region):
             self.transport.register(region)
         self.hub = OutputHub()
@@ -57,7 +76,7 @@ class PrefillLife:
             self.metadata,
             self.transfers,
             self.hub,
-            with_digest=True,
+            new_digest=self.engine.pool.new_digest,
         )
         self.receivers = Receivers(self.engine.layout, self.transport, self.service.receiver_lost)
         self.service.use(self.receivers)
@@ -89,12 +108,14 @@ class PrefillLife:
 class DecodeLife:
     """One life of a decode process, as services/decode/__main__.py wires it."""
 
-    def __init__(self, network: LoopbackNetwork, pages: int, slots: int, retention_s: float) -> None:
-        self.instance = Instance(f"decode-{(epoch := next(_epochs))}", epoch)
-        self.engine = ByteEngine(pages)
+    def __init__(
+        self, network: LoopbackNetwork, pages: int, slots: int, retention_s: float, real: Real | None = None
+    ) -> None:
+        self.instance = Instance(f"decode-{(epoch := next(_epochs))}", epoch) if real is None else real.instance
+        self.engine = ByteEngine(pages, 1 if real is None else real.width)
         engine = cast("Engine", self.engine)
         self.metadata = MetadataBuffers(slots)
-        self.transport = LoopbackTransport(network)
+        self.transport: Transport = LoopbackTransport(network) if real is None else real.transport
         self.regions = (*self.engine.pool.regions, self.metadata.region)
         for region in self.regions:
             self.transport.register(region)
@@ -113,7 +134,7 @@ class DecodeLife:
             self.metadata,
             self.transfers,
             self.hub,
-            with_digest=True,
+            new_digest=self.engine.pool.new_digest,
         )
         self.servicers: dict[str, Any] = {
             "transfer_status": TransferStatusServicer(self.service),
@@ -125,7 +146,7 @@ class DecodeLife:
         """Once it is known where this process is reached."""
         pool = self.engine.pool.buffers
         own = OwnMemory(self.instance, address, self.engine.layout, pool, self.regions, self.metadata)
-        self.prefills = Prefills(own, self.transport, self.service.prefill_lost)
+        self.prefills = Prefills(own, self.transport, self.service.prefill_lost, self.service.proven)
         self.service.use(self.prefills)
 
     def works(self) -> tuple[Coroutine[Any, Any, None], ...]:

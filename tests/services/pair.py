@@ -15,15 +15,17 @@ from opentelemetry.context import Context
 
 from pd_common.control import server
 from pd_common.control.clients import BootstrapClient, Connection, GenerationClient, PeerClient
+from pd_common.control.process import new_instance
 from pd_common.errors import PdError
 from pd_common.generation import FinishReason, GenerationRequest, Output, SamplingParams
 from pd_common.handoff.state import Transfer, TransferState
 from pd_common.handoff.table import TransferTable
+from pd_common.transport.base import Transport
 from pd_common.transport.loopback import Faults, LoopbackNetwork
 from pd_common.types import BootstrapAddress, BootstrapRoom, RankInfo, RankPosition, Role
 from tests.control.serving import LOOPBACK
 from tests.services.byte_engine import answer_tokens
-from tests.services.lives import DecodeLife, Life, PrefillLife
+from tests.services.lives import DecodeLife, Life, PrefillLife, Real
 from tests.services.tap import Tap
 
 
@@ -181,10 +183,15 @@ class Pair:
         decode_slots: int = 8,
         chunk_tokens: int = 8,
         retention_s: float = 60.0,
+        new_transport: Callable[[], Transport] | None = None,
     ) -> None:
+        """Over loopback, unless another transport is given: then nothing can be made to go wrong by `faults`."""
         self.network = LoopbackNetwork()
-        self.prefill = PrefillLife(self.network, prefill_pages, prefill_slots, chunk_tokens, retention_s)
-        self.decode = DecodeLife(self.network, decode_pages, decode_slots, retention_s)
+        real = {role: None if new_transport is None else Real(new_instance(role), new_transport(), 1) for role in Role}
+        self.prefill = PrefillLife(
+            self.network, prefill_pages, prefill_slots, chunk_tokens, retention_s, real[Role.PREFILL]
+        )
+        self.decode = DecodeLife(self.network, decode_pages, decode_slots, retention_s, real[Role.DECODE])
         self.at_prefill, self.at_decode = Node(self.prefill), Node(self.decode)
 
     async def start(self) -> None:

@@ -349,7 +349,7 @@ async def test_a_prefill_that_cannot_be_paired_is_a_typed_error_and_may_be_paire
         await pair.at_decode.client.submit(pair.request(room))
         assert isinstance(await pair.at_decode.client.failure(room), error)
     pair.at_prefill.tap.rules.clear()
-    assert pair.decode.transport._network.ports == {}
+    assert pair.network.ports == {}
     await pair.serve(NEXT)
 
 

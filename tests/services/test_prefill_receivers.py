@@ -140,6 +140,14 @@ async def test_a_registration_replaces_the_one_at_its_address(prefill: Prefill, 
     assert prefill.open_channels == [other.channel, second.channel]
 
 
+async def test_a_process_that_registers_from_another_address_has_one_registration(prefill: Prefill) -> None:
+    await prefill.register(FIRST, HERE)
+    second = await prefill.register(FIRST, THERE)
+    assert prefill.lost == [FIRST]
+    assert prefill.receivers.get(FIRST) is second
+    assert prefill.open_channels == [second.channel]
+
+
 async def test_an_earlier_process_is_refused(prefill: Prefill) -> None:
     receiver = await prefill.register(RESTARTED)
     with pytest.raises(StaleInstance) as raised:

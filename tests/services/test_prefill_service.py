@@ -275,7 +275,8 @@ async def test_when_decode_lets_go_its_rooms_end_and_its_connection_is_closed(pa
     await until(lambda: receiver.held)
     await pair.decode.prefills.close()
     gate.set()
-    assert isinstance(await pair.at_prefill.client.failure(ROOM), PeerLost)
+    # The end of the connection and the question for a proof come at once; either may be first.
+    assert isinstance(await pair.at_prefill.client.failure(ROOM), PeerLost | RoomAborted)
     assert isinstance(await pair.at_decode.client.failure(ROOM), PeerLost)
     await pair.settled()
     await assert_is_cut_off(receiver, pair)

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,13 +23,43 @@ BUFFER_BYTES = 1 << 20
 _ROOT = Path(__file__).parents[2]
 CARRIERS: dict[str, dict[str, str]] = {"cma": {}, "tcp": {"UCX_TLS": "tcp,self"}}
 """Environment with which UCX carries by this transport on one host."""
+MODULES = {"nixl": "nixl_cu12", "ucx-py": "ucp"}
+"""What has to be importable for a backend that is an optional extra."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One way in which a sender and a receiver can be put together."""
+
+    backend: str
+    environment: dict[str, str] = field(default_factory=dict)
+    own_process: bool = False
+    """The receiver has a process of its own."""
+
+
+KINDS = {
+    "loopback": Kind("loopback"),
+    "ucx-cma": Kind("ucx"),
+    "ucx-tcp": Kind("ucx", CARRIERS["tcp"]),
+    "process-cma": Kind("ucx", own_process=True),
+    "process-tcp": Kind("ucx", CARRIERS["tcp"], own_process=True),
+    "ucx-py-cma": Kind("ucx-py"),
+    "ucx-py-tcp": Kind("ucx-py", CARRIERS["tcp"]),
+    "process-ucx-py": Kind("ucx-py", own_process=True),
+    "process-ucx-py-tcp": Kind("ucx-py", CARRIERS["tcp"], own_process=True),
+    "mooncake": Kind("mooncake", {"MC_TCP_BIND_ADDRESS": "127.0.0.1"}),
+    "process-mooncake": Kind("mooncake", {"MC_TCP_BIND_ADDRESS": "127.0.0.1"}, own_process=True),
+    "nixl": Kind("nixl"),
+    "nixl-tcp": Kind("nixl", CARRIERS["tcp"]),
+    "process-nixl": Kind("nixl", own_process=True),
+    "process-nixl-tcp": Kind("nixl", CARRIERS["tcp"], own_process=True),
+}
 
 
 def transport_config(backend: str) -> TransportConfig:
-    """A backend with nothing else asked for."""
-    return TransportConfig(
-        transfer_backend=backend, ucx_library="wheel", ucx_binding="own", ib_device=None, digest=True
-    )
+    """A backend with nothing else asked for; `ucx-py` is the backend ucx through that binding."""
+    name, binding = ("ucx", backend) if backend == "ucx-py" else (backend, "own")
+    return TransportConfig(transfer_backend=name, ucx_library="wheel", ucx_binding=binding, ib_device=None, digest=True)
 
 
 class Memory:
@@ -89,9 +121,15 @@ class LocalReceiver:
 class ProcessReceiver:
     """In a process of its own, which can be stopped and killed."""
 
-    def __init__(self, environment: dict[str, str], size_bytes: int = BUFFER_BYTES, backend: str = "ucx") -> None:
+    def __init__(
+        self,
+        environment: dict[str, str],
+        size_bytes: int = BUFFER_BYTES,
+        backend: str = "ucx",
+        run_by: Sequence[str] = (),
+    ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.transport.peer_process", backend, str(size_bytes)],
+            [*run_by, sys.executable, "-m", "tests.transport.peer_process", backend, str(size_bytes)],
             cwd=_ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -59,15 +59,20 @@ class Peer:
         del self._memory
         self._mapping.close()
 
-    async def write_forever(self, address: str, base: int) -> str:
+    async def write_forever(self, address: str, base: int, puts: int = 1) -> str:
         channel = await self._transport.connect(bytes.fromhex(address))
-        self._writes.append(asyncio.create_task(self._write_forever(channel, base)))
+        self._writes.append(asyncio.create_task(self._write_forever(channel, base, puts)))
         return channel.carrier
 
-    async def _write_forever(self, channel: Channel, base: int) -> None:
-        length = self._region.length
+    async def await_writers_end(self) -> None:
+        """Returns when every write that was to go on for ever has failed."""
+        await asyncio.wait(self._writes)
+
+    async def _write_forever(self, channel: Channel, base: int, puts: int) -> None:
+        length = self._region.length // puts
+        offsets = np.arange(puts) * length
         while True:
-            await channel.write(Puts(*(np.array([value]) for value in (self._region.base, base, length))))
+            await channel.write(Puts(self._region.base + offsets, base + offsets, np.full(puts, length)))
 
 
 async def serve(backend: str, size_bytes: int) -> None:

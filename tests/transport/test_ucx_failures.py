@@ -72,12 +72,14 @@ async def test_the_carrier_is_the_one_that_really_carries(
     carrier: str, sender: UcxTransport, receivers: list[ProcessReceiver]
 ) -> None:
     channel = await sender.connect(await receivers[0].listen())
-    assert channel.carrier == carrier
+    assert channel.carrier == {"cma": "cma", "tcp": "tcp/lo"}[carrier]
     assert carrier in sender.info.transports
     assert ("cma" in sender.info.transports) == (carrier == "cma")
     assert sender.info.backend == "ucx"
     assert "libucp.so" in sender.info.library
     assert [part.isdigit() for part in sender.info.version.split(".")] == [True] * 3
+    assert sender.info.devices == ("lo",)
+    assert {"UCX_NET_DEVICES=lo", "RNDV_THRESH=inf"} < set(sender.info.settings)
 
 
 async def test_a_killed_receiver_fails_its_write_and_no_other(

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from pd_common.errors import InternalError, InvalidRequest, PdError, TransferFailed
 from pd_common.transport.base import MemoryRegion
+from pd_common.transport.frame import MAX_ADDRESS_BYTES
 from pd_common.transport.regions import RegionTable
-from pd_common.transport.ucx.address import MAX_ADDRESS_BYTES, OfferedRegion, PortAddress
+from pd_common.transport.ucx.address import OfferedRegion, PortAddress
 from pd_common.transport.ucx.binding import UCXWorker
 from pd_common.transport.ucx.progress import ProgressThread, settled
 

@@ -1,23 +1,17 @@
-"""The bytes by which a receiver tells a sender how to reach one port: framing and limits, nothing of UCX.
-
-A receiver that is trusted to receive is trusted to know its own address: the digest finds damage, not malice.
-"""
+"""The bytes by which a receiver tells a sender how to reach one port: layout and limits, nothing of UCX."""
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from dataclasses import dataclass
 
 from pd_common.errors import InvalidRequest
 from pd_common.transport.base import MemoryRegion
+from pd_common.transport.frame import Frame
 
-_MAGIC = b"PDUX"
-_VERSION = 1
-_HEADER = struct.Struct("<4sHII")  # magic, version, bytes of the worker's address, regions
+_FRAME = Frame(b"PDUX", 1, "UCX port")
+_HEADER = struct.Struct("<II")  # bytes of the worker's address, regions
 _REGION = struct.Struct("<QQH")  # base, length, bytes of the remote key
-_DIGEST_BYTES = 16
-MAX_ADDRESS_BYTES = 1 << 20
 _MAX_REGIONS = 4096
 _MAX_MEMORY = 1 << 63
 
@@ -43,13 +37,13 @@ class PortAddress:
 
     def pack(self) -> bytes:
         regions = (self.probe, *self.offered)
-        body = bytearray(_HEADER.pack(_MAGIC, _VERSION, len(self.worker), len(regions)))
+        body = bytearray(_HEADER.pack(len(self.worker), len(regions)))
         body += self.worker
         for offered in regions:
             body += _REGION.pack(offered.region.base, offered.region.length, len(offered.rkey)) + offered.rkey
-        if len(regions) > _MAX_REGIONS or len(body) + _DIGEST_BYTES > MAX_ADDRESS_BYTES:
+        if len(regions) > _MAX_REGIONS:
             raise InvalidRequest("too many regions for one port", regions=len(regions))
-        return bytes(body) + _digest(body)
+        return _FRAME.seal(body)
 
     @staticmethod
     def parse(packed: bytes) -> PortAddress:
@@ -58,23 +52,15 @@ class PortAddress:
         Raises:
             InvalidRequest: the bytes are not what `pack` makes.
         """
-        if not _HEADER.size + _DIGEST_BYTES <= len(packed) <= MAX_ADDRESS_BYTES:
-            raise InvalidRequest("not an address of a UCX port: wrong length", bytes=len(packed))
-        body = packed[:-_DIGEST_BYTES]
-        magic, version, worker_bytes, count = _HEADER.unpack_from(body)
-        if magic != _MAGIC or version != _VERSION:
-            raise InvalidRequest("not an address of a UCX port, or of another version", version=version)
-        if _digest(body) != packed[-_DIGEST_BYTES:]:
-            raise InvalidRequest("the address of a UCX port is damaged")
+        body = _FRAME.unseal(packed)
+        if len(body) < _HEADER.size:
+            raise InvalidRequest("the address of a UCX port is cut off")
+        worker_bytes, count = _HEADER.unpack_from(body)
         if not worker_bytes or not 1 <= count <= _MAX_REGIONS:
             raise InvalidRequest("the address of a UCX port lacks its worker or its regions", regions=count)
         worker = body[_HEADER.size : _HEADER.size + worker_bytes]
         probe, *offered = _parse_regions(body, _HEADER.size + worker_bytes, count)
         return PortAddress(worker, probe, tuple(sorted(offered, key=lambda each: each.region.base)))
-
-
-def _digest(body: bytes | bytearray) -> bytes:
-    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
 
 
 def _parse_regions(body: bytes, offset: int, count: int) -> list[OfferedRegion]:

@@ -1,20 +1,18 @@
-"""libucp's objects as Python classes, with ucx-py's low-level names: context, memory, worker, endpoint, remote key.
+"""Our own binding: libucp's objects as Python classes, with ucx-py's low-level names.
 
-Knows no asyncio and no thread: each object is used by one thread only, and released by its owner in the reverse order
-of making.
+Knows no asyncio and no thread. The contract of each class is in `interface`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from pd_common.errors import PdError, PeerLost, TransferFailed
+from pd_common.transport.ucx.interface import OK, Resource, UCXError, resources_in
 from pd_common.transport.ucx.library import UCXLibrary, ffi, printed
+from pd_common.transport.ucx.sgl import GatheredPuts, known_to
 
 _log = logging.getLogger(__name__)
 
@@ -27,54 +25,25 @@ _OP_FLAGS, _OP_MEMH, _OP_NO_IMM_CMPL = 1 << 4, 1 << 8, 1 << 16
 _CLOSE_FORCE = 1 << 0
 _API_VERSION: Final = (1, 13)
 
-OK: Final = 0
 IN_PROGRESS: Final = 1
-_BUSY, _UNREACHABLE, _TIMED_OUT, _NOT_CONNECTED, _CONNECTION_RESET, _ENDPOINT_TIMEOUT = -15, -6, -20, -24, -25, -80
+_BUSY: Final = -15
 _FIRST_ERROR_POINTER: Final = 2**64 - 100
-
-_DEFAULT_OPTIONS = {
-    # Zero-copy PUT in peer error handling mode; otherwise UCX emulates PUT in software on every transport.
-    "RNDV_THRESH": "inf",
-    "TCP_TX_SEG_SIZE": "256K",
-    "TCP_RX_SEG_SIZE": "256K",
-    # Copies per progress call: each call costs a wait for the interpreter lock while other threads run Python code.
-    "CMA_TX_QUOTA": "64",
-    # A worker that only receives PUTs never counts as active: UCX would wake a thread of its own for every piece.
-    "ADAPTIVE_PROGRESS": "n",
-}
-"""What differs from UCX's own defaults; a user's UCX_* variable wins."""
 
 _PROGRESS_BURST = 32
 """Calls of progress in a row: a stream over tcp needs thousands a second, and only the call itself lets others run."""
 
 
-class UCXError(Exception):
-    """A UCX call failed; `status` is its ucs_status_t."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(f"{message} (UCX status {status})")
-        self.status = status
-
-
-_GONE = frozenset({_UNREACHABLE, _TIMED_OUT, _NOT_CONNECTED, _CONNECTION_RESET, _ENDPOINT_TIMEOUT})
-
-
-def pd_error(error: UCXError) -> PdError:
-    """The one place where UCX's failures become this project's."""
-    kind = PeerLost if error.status in _GONE else TransferFailed
-    return kind(f"UCX: {error}", ucx_status=error.status)
-
-
 class UCXContext:
     """One UCX instance; everything else is made from it and must be gone before `close`."""
 
-    def __init__(self, library: UCXLibrary) -> None:
-        self.library = library
+    def __init__(self, library: UCXLibrary, options: Mapping[str, str]) -> None:
+        self.gathers = known_to(library.version)
+        self.status_text = library.status_text
         self._lib = library.functions
         config = ffi.new("ucp_config_t **")
         self._check(self._lib.ucp_config_read(ffi.NULL, ffi.NULL, config), "reading UCX's configuration")
         try:
-            self._apply_defaults(config[0])
+            self._modify(config[0], options)
             params = ffi.new("ucp_params_t *", {"field_mask": 1, "features": _FEATURE_RMA | _FEATURE_WAKEUP})
             context = ffi.new("ucp_context_h *")
             self._check(self._lib.ucp_init_version(*_API_VERSION, params, config[0], context), "starting UCX")
@@ -82,16 +51,11 @@ class UCXContext:
             self._lib.ucp_config_release(config[0])
         self._handle = context[0]
 
-    def _apply_defaults(self, config: Any) -> None:
-        for name, value in _DEFAULT_OPTIONS.items():
-            if f"UCX_{name}" in os.environ:
-                continue
+    def _modify(self, config: Any, options: Mapping[str, str]) -> None:
+        for name, value in options.items():
             status = self._lib.ucp_config_modify(config, name.encode(), value.encode())
             if status != OK:
                 _log.warning("this UCX does not take %s=%s: %s", name, value, self.status_text(status))
-
-    def status_text(self, status: int) -> str:
-        return str(ffi.string(self._lib.ucs_status_string(status)).decode())
 
     def error(self, status: int, doing: str) -> UCXError:
         return UCXError(f"{doing}: {self.status_text(status)}", status)
@@ -101,10 +65,8 @@ class UCXContext:
             raise self.error(status, doing)
 
     @property
-    def transports(self) -> tuple[str, ...]:
-        """Names of the transports that this process may use, for example `tcp` and `cma`."""
-        text = printed(self._lib.ucp_context_print_info, self._handle)
-        return tuple(sorted(set(re.findall(r"flags \S+ ([\w-]+)/", text))))
+    def resources(self) -> tuple[Resource, ...]:
+        return resources_in(printed(self._lib.ucp_context_print_info, self._handle))
 
     def map(self, base: int, length: int) -> UCXMemoryHandle:
         """Registers `length` bytes from address `base`."""
@@ -137,17 +99,42 @@ class UCXMemoryHandle:
         """The same for a PUT that always makes a request, so that it can be asked how it travels."""
 
     def pack_rkey(self) -> bytes:
-        """The key that a peer needs in order to write here."""
-        buffer, size = ffi.new("void **"), ffi.new("size_t *")
-        status = self._lib.ucp_rkey_pack(self._context, self._handle, buffer, size)
-        if status != OK:
-            raise UCXError("packing a remote key", status)
-        packed = bytes(ffi.buffer(buffer[0], size[0]))
-        self._lib.ucp_rkey_buffer_release(buffer[0])
-        return packed
+        return packed_rkey(self._lib, self._context, self._handle)
 
     def unmap(self) -> None:
         self._lib.ucp_mem_unmap(self._context, self._handle)
+
+
+def packed_rkey(lib: Any, context: Any, memory: Any) -> bytes:
+    """The key of a `ucp_mem_h`.
+
+    Raises:
+        UCXError: there is none.
+    """
+    buffer, size = ffi.new("void **"), ffi.new("size_t *")
+    status = lib.ucp_rkey_pack(context, memory, buffer, size)
+    if status != OK:
+        raise UCXError("packing a remote key", status)
+    packed = bytes(ffi.buffer(buffer[0], size[0]))
+    lib.ucp_rkey_buffer_release(buffer[0])
+    return packed
+
+
+def take(lib: Any, request: int) -> int | None:
+    """The status of a request, which is freed with it; None while it is in progress."""
+    if not request:
+        return OK
+    status = int(lib.ucp_request_check_status(request))
+    if status == IN_PROGRESS:
+        return None
+    lib.ucp_request_free(request)
+    return status
+
+
+def close_by_force(lib: Any, endpoint: Any) -> int:
+    """What `ucp_ep_close_nbx` returns: outstanding requests finish as cancelled."""
+    params = ffi.new("ucp_request_param_t *", {"op_attr_mask": _OP_FLAGS, "flags": _CLOSE_FORCE})
+    return int(lib.ucp_ep_close_nbx(endpoint, params))
 
 
 class UCXWorker:
@@ -263,6 +250,11 @@ class UCXEndpoint:
                     raise self.error(request - 2**64, "posting a put")
                 append(request)
 
+    def put_gathered(self, puts: GatheredPuts, requests: deque[int]) -> None:
+        request = self._started(puts.post(self._lib, self._handle), "posting gathered puts")
+        if request:
+            requests.append(request)
+
     def reap(self, requests: deque[int]) -> UCXError | None:
         """Frees finished requests from the front, up to the first that is not; the first failure among them."""
         check, free, failure = self._lib.ucp_request_check_status, self._lib.ucp_request_free, None
@@ -273,14 +265,7 @@ class UCXEndpoint:
         return failure
 
     def take(self, request: int) -> int | None:
-        """The status of a flush or a close, which is freed with it; None while it is in progress."""
-        if not request:
-            return OK
-        status = int(self._lib.ucp_request_check_status(request))
-        if status == IN_PROGRESS:
-            return None
-        self._lib.ucp_request_free(request)
-        return status
+        return take(self._lib, request)
 
     def error(self, status: int, doing: str) -> UCXError:
         return self._worker.context.error(status, doing)
@@ -290,9 +275,7 @@ class UCXEndpoint:
         return self._started(self._lib.ucp_ep_flush_nbx(self._handle, ffi.new("ucp_request_param_t *")), "flushing")
 
     def close_nbx(self) -> int:
-        """Starts a forced close: outstanding requests finish as cancelled. A request, or 0 when it is closed."""
-        params = ffi.new("ucp_request_param_t *", {"op_attr_mask": _OP_FLAGS, "flags": _CLOSE_FORCE})
-        return self._started(self._lib.ucp_ep_close_nbx(self._handle, params), "closing an endpoint")
+        return self._started(close_by_force(self._lib, self._handle), "closing an endpoint")
 
     def _started(self, request: int, doing: str) -> int:
         if request >= _FIRST_ERROR_POINTER:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from pd_common.errors import PdError
 from pd_common.transport.base import MemoryRegion
 from pd_common.transport.ucx.address import OfferedRegion, PortAddress
-from pd_common.transport.ucx.binding import UCXContext, UCXMemoryHandle, UCXWorker
+from pd_common.transport.ucx.interface import Context, MemoryHandle, Worker
 from pd_common.transport.ucx.progress import ProgressThread, settled
 
 
@@ -17,7 +17,7 @@ class Inbound:
 
     waiting = False
 
-    def __init__(self, thread: ProgressThread, worker: UCXWorker) -> None:
+    def __init__(self, thread: ProgressThread, worker: Worker) -> None:
         self.worker = worker
         self._thread = thread
         self._open = True
@@ -26,9 +26,9 @@ class Inbound:
     @staticmethod
     def open(
         thread: ProgressThread,
-        context: UCXContext,
+        context: Context,
         regions: Sequence[MemoryRegion],
-        memories: Sequence[UCXMemoryHandle],
+        memories: Sequence[MemoryHandle],
     ) -> tuple[Inbound, bytes]:
         """A new end and its packed address. `regions` begins with that for probes; `memories` hold them, in that order.
 

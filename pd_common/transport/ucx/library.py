@@ -111,6 +111,22 @@ typedef struct {
 
 typedef struct {
     uint64_t field_mask;
+    uintptr_t buffers;
+    uintptr_t lengths;
+    uintptr_t memhs;
+    uintptr_t counts;
+    uintptr_t strides;
+} ucp_dt_local_sgl_t;
+
+typedef struct {
+    uint64_t field_mask;
+    uintptr_t remote_addrs;
+    uintptr_t lengths;
+    uintptr_t rkeys;
+} ucp_dt_remote_sgl_t;
+
+typedef struct {
+    uint64_t field_mask;
     char *debug_string;
     size_t debug_string_size;
     ucs_status_t status;
@@ -168,6 +184,10 @@ class UCXLibrary:
     functions: Any
     path: str
     version: str
+
+    def status_text(self, status: int) -> str:
+        """UCX's words for a ucs_status_t."""
+        return str(ffi.string(self.functions.ucs_status_string(status)).decode())
 
 
 def load_library(choice: str) -> UCXLibrary:

@@ -6,7 +6,6 @@ One worker per connection: a connection that fails or is closed takes its worker
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from enum import Enum, auto
 
 from pd_common.errors import PdError, TransferFailed
 from pd_common.transport.ucx.address import PortAddress
-from pd_common.transport.ucx.binding import UCXContext, UCXEndpoint, UCXError, UCXRkey, UCXWorker, pd_error
+from pd_common.transport.ucx.interface import Context, Endpoint, Rkey, UCXError, Worker, carrier_in, pd_error
 from pd_common.transport.ucx.progress import ProgressThread, settled
 from pd_common.transport.ucx.write import Write
 
@@ -39,14 +38,14 @@ class _State(Enum):
 class Outbound:
     """Invariant: nothing is posted unless OPEN; a write fails only when CLOSED, so after its last byte."""
 
-    def __init__(self, thread: ProgressThread, worker: UCXWorker, endpoint: UCXEndpoint) -> None:
+    def __init__(self, thread: ProgressThread, worker: Worker, endpoint: Endpoint) -> None:
         self.worker = worker
         self.carrier: str | None = None
         self.error: PdError | None = None
         """Why no write is accepted any more."""
         self._thread = thread
         self._endpoint = endpoint
-        self._rkeys: list[UCXRkey] = []
+        self._rkeys: list[Rkey] = []
         self._state = _State.OPEN
         self._writes: deque[Write] = deque()
         self._drain_until_s = 0.0
@@ -55,7 +54,7 @@ class Outbound:
         thread.add(self)
 
     @staticmethod
-    def open(thread: ProgressThread, context: UCXContext, address: PortAddress) -> Outbound:
+    def open(thread: ProgressThread, context: Context, address: PortAddress) -> Outbound:
         """Starts to connect; whether it succeeds shows in the first write.
 
         Raises:
@@ -126,8 +125,8 @@ class Outbound:
         for write in tuple(self._writes)[:_ACTIVE_WRITES]:
             self._raise_failure()
             busy |= write.advance(self._endpoint, self._rkeys)
-            if self.carrier is None and write.first_request is not None:
-                self.carrier = _carrier(self.worker.describe(write.first_request))
+            if self.carrier is None and not write.gathered and write.first_request is not None:
+                self.carrier = carrier_in(self.worker.describe(write.first_request))
             if write.finished:
                 # A flush of an endpoint that failed unnoticed may count as done: the error handler speaks in progress.
                 self.worker.progress()
@@ -191,9 +190,3 @@ class Outbound:
 def repeated(error: PdError) -> PdError:
     """The same error for one more who waits: an exception that is raised twice mixes up its tracebacks."""
     return type(error)(error.message, **error.metadata)
-
-
-def _carrier(description: str) -> str:
-    """The first transport of UCX's words for a request, for example `... zero-copy cma/memory 9207.6 MB/s 3.39 us`."""
-    match = re.search(r"\b([a-z][\w-]*)/\S", description)  # not MB/s
-    return match[1] if match else "unknown"

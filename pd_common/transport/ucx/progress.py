@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from pd_common.errors import InternalError, PdError, TransferFailed
-from pd_common.transport.ucx.binding import UCXWorker
+from pd_common.transport.ucx.interface import Worker
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Driven(Protocol):
     """Something that owns a worker and moves on when that worker does."""
 
     @property
-    def worker(self) -> UCXWorker:
+    def worker(self) -> Worker:
         """The worker whose events wake it."""
 
     @property

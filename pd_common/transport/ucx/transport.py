@@ -6,6 +6,8 @@ Translates between the seam's values and the progress thread; makes no UCX call 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -14,17 +16,21 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pd_common.errors import InternalError, PagesInvalid, PeerLost, TransferFailed, TransportUnavailable
+from pd_common.errors import InternalError, PagesInvalid, PdError, PeerLost, TransferFailed
 from pd_common.transport.base import MemoryRegion, Puts, TransportInfo, WriteReceipt
 from pd_common.transport.regions import Addresses, RegionTable, check_shape
 from pd_common.transport.ucx.address import PortAddress
-from pd_common.transport.ucx.binding import UCXContext, UCXError, UCXMemoryHandle, pd_error
+from pd_common.transport.ucx.binding import UCXContext
 from pd_common.transport.ucx.inbound import Inbound
+from pd_common.transport.ucx.interface import UNKNOWN_CARRIER, Binding, MemoryHandle, UCXError, pd_error
 from pd_common.transport.ucx.library import WHEEL, load_library
 from pd_common.transport.ucx.outbound import Outbound, repeated
 from pd_common.transport.ucx.progress import ProgressThread
+from pd_common.transport.ucx.settings import devices_of, network_devices, open_context, options_for, shown
+from pd_common.transport.ucx.sgl import worth_a_probe
 from pd_common.transport.ucx.write import Posting, Write
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PROBE_BYTES = 64 * 1024
@@ -35,27 +41,40 @@ class _Registered:
     """The regions known so far: replaced as a whole when one is added, so that any thread may look."""
 
     table: RegionTable
-    memories: tuple[UCXMemoryHandle, ...]
+    memories: tuple[MemoryHandle, ...]
     put_params: tuple[Any, ...]
 
 
 class UcxTransport:
-    """One UCX context and one thread. `ucx_library`: `wheel`, `system` or the path of a libucp.so."""
+    """One UCX context and one thread.
 
-    def __init__(self, ucx_library: str = WHEEL) -> None:
+    `ucx_library`: `wheel`, `system` or the path of a libucp.so. `ib_device`: the network devices to use, separated by
+    commas; None leaves the choice to UCX. `binding`: who calls UCX.
+    """
+
+    def __init__(self, ucx_library: str = WHEEL, ib_device: str | None = None, binding: Binding = UCXContext) -> None:
+        devices = devices_of(ib_device)
+        options = options_for(devices, os.environ)
         library = load_library(ucx_library)
         self._thread = ProgressThread("ucx-progress")
         self._probe_memory = np.zeros(_PROBE_BYTES, dtype=np.uint8)
         self._probe = MemoryRegion(self._probe_memory.ctypes.data, _PROBE_BYTES)
         self._registered = _Registered(RegionTable(()), (), ())
         try:
-            self._context = self._thread.submit(lambda: UCXContext(library)).result()
+            self._context = self._thread.submit(lambda: open_context(binding, library, devices, options)).result()
             self.register(self._probe)
-        except UCXError as error:
+        except PdError:
             self._thread.stop()
-            raise TransportUnavailable(f"UCX does not start: {error}", ucx_library=ucx_library) from error
-        transports = self._thread.submit(lambda: self._context.transports).result()
-        self.info = TransportInfo("ucx", library.path, library.version, transports)
+            raise
+        resources = self._thread.submit(lambda: self._context.resources).result()
+        self.info = TransportInfo(
+            backend="ucx",
+            library=library.path,
+            version=library.version,
+            transports=tuple(sorted({each.transport for each in resources})),
+            devices=network_devices(resources),
+            settings=shown(options, os.environ),
+        )
 
     def register(self, region: MemoryRegion) -> None:
         known = self._registered
@@ -84,13 +103,28 @@ class UcxTransport:
         try:
             outbound = await asyncio.shield(asyncio.wrap_future(opening))
             channel = UcxChannel(self._thread, outbound, table, self._snapshot)
-            await channel.try_out(self._probe_posting(port))
+            await channel.try_out(self._probe_posting(port, 1))
+            channel.gathers = self._context.gathers and worth_a_probe(channel.carrier) and await self._gathers(port)
         except BaseException as error:
             self._thread.submit(lambda: _drop(opening))
             if isinstance(error, UCXError | PeerLost):
                 raise TransferFailed(f"the port cannot be reached: {error}") from error
             raise
         return channel
+
+    async def _gathers(self, port: PortAddress) -> bool:
+        """Whether gathered puts reach this port: tried on a connection of their own, which they may break."""
+        opening = self._thread.submit(lambda: Outbound.open(self._thread, self._context, port))
+        try:
+            outbound = await asyncio.shield(asyncio.wrap_future(opening))
+            trial = UcxChannel(self._thread, outbound, RegionTable(()), self._snapshot, gathers=True)
+            await trial.try_out(self._probe_posting(port, 2))
+        except (UCXError, PeerLost, TransferFailed) as error:
+            _log.info("gathered puts do not reach this peer, one call per put does: %s", error)
+            return False
+        finally:
+            self._thread.submit(lambda: _drop(opening))
+        return True
 
     async def watch(self) -> None:
         await asyncio.shield(asyncio.wrap_future(self._thread.died))
@@ -121,13 +155,14 @@ class UcxTransport:
         except UCXError as error:
             raise pd_error(error) from error
 
-    def _probe_posting(self, port: PortAddress) -> Posting:
+    def _probe_posting(self, port: PortAddress, pieces: int) -> Posting:
+        """A write of the peer's range for probes, in so many puts."""
         index = self._registered.table.regions.index(self._probe)
         params = self._registered.memories[index].traced_put_params
-        size = min(self._probe.length, port.probe.region.length)
-        puts = Puts(*(np.array([value], dtype=np.int64) for value in (self._probe.base, port.probe.region.base, size)))
-        zero = np.zeros(1, dtype=np.int64)
-        return Posting.of(puts, zero, zero, (params,))
+        size = min(self._probe.length, port.probe.region.length) // pieces
+        steps, zeros = np.arange(pieces, dtype=np.int64) * size, np.zeros(pieces, dtype=np.int64)
+        puts = Puts(steps + self._probe.base, steps + port.probe.region.base, zeros + size)
+        return Posting.of(puts, zeros, zeros, (params,))
 
 
 class UcxPort:
@@ -147,8 +182,16 @@ class UcxChannel:
     """One endpoint, and the table of what its peer has offered."""
 
     def __init__(
-        self, thread: ProgressThread, outbound: Outbound, offered: RegionTable, registered: Callable[[], _Registered]
+        self,
+        thread: ProgressThread,
+        outbound: Outbound,
+        offered: RegionTable,
+        registered: Callable[[], _Registered],
+        *,
+        gathers: bool = False,
     ) -> None:
+        self.gathers = gathers
+        """Many puts may go in one call."""
         self._thread = thread
         self._outbound = outbound
         self._offered = offered
@@ -156,7 +199,7 @@ class UcxChannel:
 
     @property
     def carrier(self) -> str:
-        return self._outbound.carrier or "unknown"
+        return self._outbound.carrier or UNKNOWN_CARRIER
 
     async def write(self, *groups: Puts) -> WriteReceipt:
         started = time.perf_counter()
@@ -182,7 +225,7 @@ class UcxChannel:
 
     async def _written(self, postings: tuple[Posting, ...], started: float) -> WriteReceipt:
         done: asyncio.Future[WriteReceipt] = asyncio.get_running_loop().create_future()
-        self._thread.submit(lambda: self._outbound.write(Write(postings, started, done)))
+        self._thread.submit(lambda: self._outbound.write(Write(postings, started, done, self.gathers)))
         return await done
 
     def _resolve(self, puts: Puts, registered: _Registered) -> Posting:

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pd_common.transport.base import Puts, WriteReceipt
-from pd_common.transport.ucx.binding import OK, UCXEndpoint, UCXRkey
+from pd_common.transport.ucx.interface import OK, Endpoint, Rkey
+from pd_common.transport.ucx.sgl import GatheredPuts
 
 _SLICE = 256
 """Puts posted between two calls of progress."""
@@ -41,6 +42,11 @@ class Posting:
     def of(puts: Puts, targets: NDArray[np.int64], sources: NDArray[np.int64], put_params: tuple[Any, ...]) -> Posting:
         return Posting(puts, targets, sources, put_params, np.concatenate(([0], np.cumsum(puts.lengths))))
 
+    @property
+    def gatherable(self) -> bool:
+        """Whether it is several puts out of one registered range: UCX gathers from one kind of memory only."""
+        return len(self.puts) > 1 and bool((self.sources == self.sources[0]).all())
+
     def end_of_window(self, oldest: int) -> int:
         """The put before which posting must stop while put number `oldest` is outstanding."""
         limit = self.bytes_before[oldest] + _WINDOW_BYTES
@@ -55,11 +61,15 @@ class Write:
     postings: tuple[Posting, ...]
     started: float
     done: asyncio.Future[WriteReceipt]
+    gathered: bool = False
+    """Many puts go in one call."""
     posting_seconds: float = 0.0
     _group: int = 0
     _position: int = 0
-    _flush: int | None = None
-    _requests: deque[int] = field(default_factory=deque)
+    _flush: Any = None
+    _requests: deque[Any] = field(default_factory=deque)
+    _gathered: list[GatheredPuts] = field(default_factory=list)
+    """What UCX may still read."""
 
     @property
     def finished(self) -> bool:
@@ -67,11 +77,11 @@ class Write:
         return self._group == len(self.postings)
 
     @property
-    def first_request(self) -> int | None:
+    def first_request(self) -> Any:
         """A request that is not freed yet."""
         return self._requests[0] if self._requests else None
 
-    def advance(self, endpoint: UCXEndpoint, rkeys: list[UCXRkey]) -> bool:
+    def advance(self, endpoint: Endpoint, rkeys: list[Rkey]) -> bool:
         """Posts or flushes what can be now; whether there was something to do. Only for a whole endpoint.
 
         Raises:
@@ -91,7 +101,7 @@ class Write:
             raise endpoint.error(status, "a flush failed")
         return True
 
-    def settle(self, endpoint: UCXEndpoint) -> bool:
+    def settle(self, endpoint: Endpoint) -> bool:
         """Takes back finished requests, without posting anything; whether there were any.
 
         Raises:
@@ -103,7 +113,7 @@ class Write:
             raise failure
         return len(self._requests) != before
 
-    def discard(self, endpoint: UCXEndpoint) -> bool:
+    def discard(self, endpoint: Endpoint) -> bool:
         """Takes back requests whose failure is known already; whether none is left."""
         endpoint.reap(self._requests)
         if self._flush is not None and endpoint.take(self._flush) is not None:
@@ -119,13 +129,22 @@ class Write:
             seconds=time.perf_counter() - self.started,
         )
 
-    def _post(self, posting: Posting, endpoint: UCXEndpoint, rkeys: list[UCXRkey]) -> bool:
+    def _post(self, posting: Posting, endpoint: Endpoint, rkeys: list[Rkey]) -> bool:
         """Posts the next slice: progress is never far away. False when the window is full."""
+        began = time.perf_counter()
+        start = self._position
+        if self.gathered and posting.gatherable:
+            self._post_gathered(posting, endpoint, rkeys)
+        else:
+            self._post_each(posting, endpoint, rkeys)
+        self.posting_seconds += time.perf_counter() - began
+        return self._position > start
+
+    def _post_each(self, posting: Posting, endpoint: Endpoint, rkeys: list[Rkey]) -> None:
         start = self._position
         end = min(start + _SLICE, posting.end_of_window(start - len(self._requests)))
         if end <= start:
-            return False
-        began = time.perf_counter()
+            return
         endpoint.put_nbx(
             zip(
                 posting.puts.local[start:end].tolist(),
@@ -138,5 +157,17 @@ class Write:
             self._requests,
         )
         self._position = end
-        self.posting_seconds += time.perf_counter() - began
-        return True
+
+    def _post_gathered(self, posting: Posting, endpoint: Endpoint, rkeys: list[Rkey]) -> None:
+        """A window's worth in one call, when at most one such call is outstanding."""
+        if len(self._requests) > 1:
+            return
+        some = slice(self._position, posting.end_of_window(self._position))
+        puts, source = posting.puts, posting.put_params[posting.sources[0]]
+        handles = [rkey.handle for rkey in rkeys]
+        gathered = GatheredPuts.of(
+            puts.local[some], puts.remote[some], puts.lengths[some], posting.targets[some], handles, source
+        )
+        self._gathered.append(gathered)
+        endpoint.put_gathered(gathered, self._requests)
+        self._position = some.stop

@@ -1,15 +1,26 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.rpc import status_pb2 as _status_pb2
 from pd.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class QuietProof(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    QUIET_PROOF_UNSPECIFIED: _ClassVar[QuietProof]
+    QUIET_PROOF_FENCED: _ClassVar[QuietProof]
+    QUIET_PROOF_PROCESS_GONE: _ClassVar[QuietProof]
+QUIET_PROOF_UNSPECIFIED: QuietProof
+QUIET_PROOF_FENCED: QuietProof
+QUIET_PROOF_PROCESS_GONE: QuietProof
 
 class ReportTransferRequest(_message.Message):
     __slots__ = ("bootstrap_room", "reporter", "recipient", "sequence", "state", "chunks_done", "pages_done", "bytes_done", "failure")
@@ -108,3 +119,39 @@ class GetPoolResponse(_message.Message):
     slots_quarantined: int
     live_rooms: int
     def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., slots_total: _Optional[int] = ..., slots_free: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., live_rooms: _Optional[int] = ...) -> None: ...
+
+class QuarantineWriter(_message.Message):
+    __slots__ = ("instance", "address", "missing")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    instance: _types_pb2.Instance
+    address: str
+    missing: _containers.RepeatedScalarFieldContainer[QuietProof]
+    def __init__(self, instance: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., address: _Optional[str] = ..., missing: _Optional[_Iterable[_Union[QuietProof, str]]] = ...) -> None: ...
+
+class QuarantinedRoom(_message.Message):
+    __slots__ = ("bootstrap_room", "page_ids", "metadata_slot", "since", "writers", "description")
+    BOOTSTRAP_ROOM_FIELD_NUMBER: _ClassVar[int]
+    PAGE_IDS_FIELD_NUMBER: _ClassVar[int]
+    METADATA_SLOT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    WRITERS_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    bootstrap_room: int
+    page_ids: _containers.RepeatedScalarFieldContainer[int]
+    metadata_slot: _types_pb2.MetadataSlot
+    since: _timestamp_pb2.Timestamp
+    writers: _containers.RepeatedCompositeFieldContainer[QuarantineWriter]
+    description: str
+    def __init__(self, bootstrap_room: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., metadata_slot: _Optional[_Union[_types_pb2.MetadataSlot, _Mapping]] = ..., since: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., writers: _Optional[_Iterable[_Union[QuarantineWriter, _Mapping]]] = ..., description: _Optional[str] = ...) -> None: ...
+
+class ListQuarantineRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListQuarantineResponse(_message.Message):
+    __slots__ = ("rooms",)
+    ROOMS_FIELD_NUMBER: _ClassVar[int]
+    rooms: _containers.RepeatedCompositeFieldContainer[QuarantinedRoom]
+    def __init__(self, rooms: _Optional[_Iterable[_Union[QuarantinedRoom, _Mapping]]] = ...) -> None: ...

@@ -60,6 +60,11 @@ class TransferStatusStub:
                 request_serializer=pd_dot_v1_dot_transfer__status__pb2.GetPoolRequest.SerializeToString,
                 response_deserializer=pd_dot_v1_dot_transfer__status__pb2.GetPoolResponse.FromString,
                 _registered_method=True)
+        self.ListQuarantine = channel.unary_unary(
+                '/pd.v1.TransferStatus/ListQuarantine',
+                request_serializer=pd_dot_v1_dot_transfer__status__pb2.ListQuarantineRequest.SerializeToString,
+                response_deserializer=pd_dot_v1_dot_transfer__status__pb2.ListQuarantineResponse.FromString,
+                _registered_method=True)
 
 
 class TransferStatusServicer:
@@ -103,6 +108,14 @@ class TransferStatusServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListQuarantine(self, request, context):
+        """Failed rooms whose memory must not be used again yet, oldest first: what each keeps, and who still has to prove what.
+        Empty on prefill, where nobody else writes. Time alone never shortens this list.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TransferStatusServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +143,11 @@ def add_TransferStatusServicer_to_server(servicer, server):
                     servicer.GetPool,
                     request_deserializer=pd_dot_v1_dot_transfer__status__pb2.GetPoolRequest.FromString,
                     response_serializer=pd_dot_v1_dot_transfer__status__pb2.GetPoolResponse.SerializeToString,
+            ),
+            'ListQuarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQuarantine,
+                    request_deserializer=pd_dot_v1_dot_transfer__status__pb2.ListQuarantineRequest.FromString,
+                    response_serializer=pd_dot_v1_dot_transfer__status__pb2.ListQuarantineResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -268,6 +286,33 @@ class TransferStatus:
             '/pd.v1.TransferStatus/GetPool',
             pd_dot_v1_dot_transfer__status__pb2.GetPoolRequest.SerializeToString,
             pd_dot_v1_dot_transfer__status__pb2.GetPoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQuarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pd.v1.TransferStatus/ListQuarantine',
+            pd_dot_v1_dot_transfer__status__pb2.ListQuarantineRequest.SerializeToString,
+            pd_dot_v1_dot_transfer__status__pb2.ListQuarantineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,10 @@ class TransferStatusStub:
     """Every change after a sequence number, as it happens."""
     GetPool: _grpc.UnaryUnaryMultiCallable[_transfer_status_pb2.GetPoolRequest, _transfer_status_pb2.GetPoolResponse]
     """What the KV pool and the metadata slots are doing. With no room running everything is free or in quarantine."""
+    ListQuarantine: _grpc.UnaryUnaryMultiCallable[_transfer_status_pb2.ListQuarantineRequest, _transfer_status_pb2.ListQuarantineResponse]
+    """Failed rooms whose memory must not be used again yet, oldest first: what each keeps, and who still has to prove what.
+    Empty on prefill, where nobody else writes. Time alone never shortens this list.
+    """
 
 @_typing.type_check_only
 class TransferStatusAsyncStub(TransferStatusStub):
@@ -65,6 +69,10 @@ class TransferStatusAsyncStub(TransferStatusStub):
     """Every change after a sequence number, as it happens."""
     GetPool: _aio.UnaryUnaryMultiCallable[_transfer_status_pb2.GetPoolRequest, _transfer_status_pb2.GetPoolResponse]  # type: ignore[assignment]
     """What the KV pool and the metadata slots are doing. With no room running everything is free or in quarantine."""
+    ListQuarantine: _aio.UnaryUnaryMultiCallable[_transfer_status_pb2.ListQuarantineRequest, _transfer_status_pb2.ListQuarantineResponse]  # type: ignore[assignment]
+    """Failed rooms whose memory must not be used again yet, oldest first: what each keeps, and who still has to prove what.
+    Empty on prefill, where nobody else writes. Time alone never shortens this list.
+    """
 
 class TransferStatusServicer(metaclass=_abc_1.ABCMeta):
     """How far: the state of every room on this rank. Served by prefill and decode."""
@@ -111,5 +119,15 @@ class TransferStatusServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_status_pb2.GetPoolResponse, _abc.Awaitable[_transfer_status_pb2.GetPoolResponse]]:
         """What the KV pool and the metadata slots are doing. With no room running everything is free or in quarantine."""
+
+    @_abc_1.abstractmethod
+    def ListQuarantine(
+        self,
+        request: _transfer_status_pb2.ListQuarantineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transfer_status_pb2.ListQuarantineResponse, _abc.Awaitable[_transfer_status_pb2.ListQuarantineResponse]]:
+        """Failed rooms whose memory must not be used again yet, oldest first: what each keeps, and who still has to prove what.
+        Empty on prefill, where nobody else writes. Time alone never shortens this list.
+        """
 
 def add_TransferStatusServicer_to_server(servicer: TransferStatusServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,100 @@
+"""Finds and loads Mooncake's transfer engine, and says what to do where it cannot be loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.metadata
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pd_common.errors import InvalidRequest, TransportUnavailable
+
+_MODULE = "mooncake.engine"
+_DISTRIBUTION = "mooncake-transfer-engine-non-cuda"
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+_SETTINGS = {
+    # A peer that stands still holds up the write to it, and the end of the channel, for this long; Mooncake's 30 s are
+    # more than a room may take to end.
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_LOG_LEVEL": "ERROR",
+}
+"""What differs from Mooncake's own defaults; a user's variable wins."""
+_OWN_HOST = "MC_TCP_BIND_ADDRESS"
+_FREE_ENGINE = "_ZN8mooncake14TransferEngine10freeEngineEv"
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeLibrary:
+    """The loaded library, its file and the version of its wheel.
+
+    `free_engine` takes down what is behind an engine's pointer while other threads run Python: the destructor of the
+    Python object holds the interpreter lock for up to a second. None where the library does not export it.
+    """
+
+    new_engine: Callable[[], Any]
+    free_engine: Callable[[int], int] | None
+    path: str
+    version: str
+
+
+def load_library() -> MooncakeLibrary:
+    """Loads the library; harmless when that is done.
+
+    Raises:
+        TransportUnavailable: it is not installed, or a library of the system that it needs is not.
+    """
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        module = importlib.import_module(_MODULE)
+        version = importlib.metadata.version(_DISTRIBUTION)
+    except ModuleNotFoundError as error:
+        raise TransportUnavailable("Mooncake is not installed: install the extra `mooncake` of this package") from error
+    except ImportError as error:
+        raise TransportUnavailable(
+            f"Mooncake does not load: {error}. It needs libibverbs1, libnl-3-200 and libnl-route-3-200 (names of "
+            "Debian's packages), without RDMA hardware too"
+        ) from error
+    path = str(module.__file__)
+    return MooncakeLibrary(module.TransferEngine, _free_engine(path), path, version)
+
+
+def _free_engine(path: str) -> Callable[[int], int] | None:
+    function = getattr(ctypes.CDLL(path), _FREE_ENGINE, None)
+    if function is None:
+        return None
+    function.argtypes, function.restype = (ctypes.c_void_p,), ctypes.c_int
+    free: Callable[[int], int] = function
+    return free
+
+
+def check_rdma_devices(asked: str) -> None:
+    """Mooncake itself would go on over tcp, without a word.
+
+    Raises:
+        InvalidRequest: this machine lacks an RDMA device that `--ib-device` names.
+    """
+    for device in asked.split(","):
+        if not device or not (_RDMA_DEVICES / device).is_dir():
+            present = ", ".join(sorted(each.name for each in _RDMA_DEVICES.glob("*"))) or "none"
+            raise InvalidRequest(
+                f"no RDMA device {device!r} here ({present}); without --ib-device Mooncake uses tcp", field="ib_device"
+            )
+
+
+def own_host() -> str:
+    """Where peers reach this process: MC_TCP_BIND_ADDRESS, else the address from which this host reaches others."""
+    named = os.environ.get(_OWN_HOST)
+    if named:
+        return named
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: only the route is looked up
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

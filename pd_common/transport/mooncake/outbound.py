@@ -1,0 +1,105 @@
+"""A sender's end of one connection: an engine and a thread of its own, on which every call of Mooncake blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from pd_common.errors import InternalError, PdError, TransferFailed
+from pd_common.transport.base import WriteReceipt
+from pd_common.transport.mooncake.engine import Engine, MooncakeError, Settings, pd_error
+from pd_common.transport.mooncake.write import Write
+
+_log = logging.getLogger(__name__)
+
+
+class Outbound:
+    """Invariant: a write ends only when nothing of it can move any more. The first failure ends the connection.
+
+    `write` and `close` belong to the event loop. Writes take turns, batch by batch.
+    """
+
+    def __init__(self, settings: Settings, target: str) -> None:
+        self.error: PdError | None = None
+        """Why no write is accepted any more."""
+        self._settings = settings
+        self._target = target
+        self._engine: Engine | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooncake")
+        self._closing: Future[None] | None = None
+
+    def write(self, write: Write) -> None:
+        """Takes a write; its `done` is settled once nothing of it can move any more."""
+        if self.error is not None:
+            raise repeated(self.error)
+        self._thread.submit(self._step, write)
+
+    def close(self) -> Future[None]:
+        """Writes on their way end after the batch that is posted; done when nothing is left of the connection."""
+        self.error = self.error or TransferFailed("the channel was closed")
+        if self._closing is None:
+            self._closing = self._thread.submit(self._release)
+        return self._closing
+
+    # --- the thread of this connection ---
+
+    def _step(self, write: Write) -> None:
+        finished = False
+        try:
+            finished = self.error is None and self._advance(write)
+        except MooncakeError as failed:
+            self._break_off(pd_error(failed, self._target))
+        except Exception as defect:  # noqa: BLE001 - a defect on this thread must reach who waits
+            _log.exception("a write through Mooncake failed unexpectedly")
+            self._break_off(InternalError(f"a write through Mooncake failed: {defect}"))
+        if self.error is not None and not finished:
+            _settle(write.done, repeated(self.error))
+        elif finished:
+            _settle(write.done, write.receipt())
+        else:
+            self._thread.submit(self._step, write)
+
+    def _advance(self, write: Write) -> bool:
+        """Writes one batch; whether there is none left."""
+        batch = write.next_batch()
+        if batch is None:
+            return True
+        if self._engine is None:
+            self._engine = Engine(self._settings, ())
+        self._engine.register(write.sources)
+        self._engine.write(self._target, batch.local, batch.remote, batch.lengths)
+        return False
+
+    def _break_off(self, error: PdError) -> None:
+        self._close_engine()  # before anybody is told: the batch that failed may have parts on their way
+        self.error = self.error or error
+
+    def _release(self) -> None:
+        self._close_engine()
+        self._thread.shutdown(wait=False)  # from here, so that no step can come too late for it
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+
+def repeated(error: PdError) -> PdError:
+    """The same error for one more who waits: an exception that is raised twice mixes up its tracebacks."""
+    return type(error)(error.message, **error.metadata)
+
+
+def _settle(future: asyncio.Future[WriteReceipt], outcome: WriteReceipt | PdError) -> None:
+    """In the future's own loop."""
+
+    def settle() -> None:
+        if future.done():
+            return
+        if isinstance(outcome, PdError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there any more
+        future.get_loop().call_soon_threadsafe(settle)
