@@ -27,6 +27,8 @@ serve: $(VENV)/.ready ## the same three processes, left running until Ctrl-C
 
 test: lint ## all tests
 	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -m nixl tests/transport
+	@$(BIN)/python -m pytest -m mooncake tests/transport
 
 test-chaos: $(VENV)/.ready-dev ## faults by the hundred: kills, stops and restarts under load; takes minutes
 	@$(BIN)/python -m pytest -m chaos

@@ -15,6 +15,11 @@ from pd_common.transport.mooncake.library import load_library
 from tests.transport.pairs import KINDS, MODULES, Kind, LocalReceiver, Pair, ProcessReceiver, transport_config
 
 
+def foreign(backend: str) -> list[pytest.MarkDecorator]:
+    """NIXL and Mooncake bring libraries of their own, which share no process with other tests."""
+    return [getattr(pytest.mark, backend)] if backend in {"nixl", "mooncake"} else []
+
+
 @pytest.fixture(autouse=True)
 def _no_ucx_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UCX_TLS", raising=False)
@@ -50,7 +55,7 @@ def _two_transports(kind: Kind) -> list[Transport]:
     return [open_transport(transport_config(kind.backend)) for _ in range(1 if kind.own_process else 2)]
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=[pytest.param(name, marks=foreign(kind.backend)) for name, kind in KINDS.items()])
 async def pair(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, peers: dict[str, ProcessReceiver]
 ) -> AsyncIterator[Pair]:

@@ -12,6 +12,8 @@ from pd_common.transport.mooncake import address
 from pd_common.transport.mooncake.address import PortAddress
 from pd_common.transport.mooncake.write import split
 
+pytestmark = pytest.mark.mooncake
+
 PROBE = MemoryRegion(4096, 64)
 PORT = PortAddress("10.0.0.1:15000", PROBE, (MemoryRegion(1 << 20, 100), MemoryRegion(1 << 30, 7)))
 

@@ -19,6 +19,8 @@ from tests.transport.conftest import skip_unless_importable
 from tests.transport.pairs import CARRIERS, Memory, ProcessReceiver
 from tests.transport.test_transport_conformance import write_until_it_fails
 
+pytestmark = pytest.mark.nixl
+
 Start = Callable[[], ProcessReceiver]
 LOST = (PeerLost, TransferFailed)
 SIZE = 16 << 20

@@ -30,6 +30,8 @@ from pd_common.transport.nixl.write import split
 from tests.transport.conftest import skip_unless_importable
 from tests.transport.pairs import transport_config
 
+pytestmark = pytest.mark.nixl
+
 FRAME = Frame(b"PDNX", 1, "NIXL port")
 
 regions = st.builds(MemoryRegion, st.integers(0, 2**62), st.integers(1, 2**62))

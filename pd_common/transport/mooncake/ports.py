@@ -14,7 +14,6 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 _LISTENING = "0A"
-_held: list[socket.socket] = []
 
 changing = threading.Lock()
 """Held while an engine of this process takes ports or gives them up."""
@@ -49,7 +48,7 @@ def hold(ports: frozenset[int]) -> None:
             taken.close()
             _log.info("port %d is in use elsewhere already: %s", port, error)
         else:
-            _held.append(taken)
+            taken.detach()  # nobody closes it
 
 
 def _open_files() -> list[str]:
