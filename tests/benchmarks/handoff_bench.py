@@ -4,7 +4,7 @@ Three real processes with a random model whose KV is large for its compute (28 l
 3.5 MiB a page of 16 tokens), prompts of four chunks, over CMA and over tcp, interleaved. The times are those of the
 rooms' own spans.
 
-Run: python tests/benchmarks/handoff_bench.py [--rounds 5] [--tokens 1024] [--no-digest]
+Run: python tests/benchmarks/handoff_bench.py [--rounds 5] [--tokens 2048] [--no-digest]
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def report(found: dict[str, list[Handoff]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=1024, help="prompt tokens, a multiple of 64")
+    parser.add_argument("--tokens", type=int, default=2048, help="prompt tokens, a multiple of 64")
     parser.add_argument("--no-digest", action="store_true")
     arguments = parser.parse_args()
     report(measure(arguments.rounds, arguments.tokens, ["--no-digest"] if arguments.no_digest else []))
