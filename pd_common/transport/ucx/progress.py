@@ -23,7 +23,7 @@ from pd_common.transport.ucx.interface import Worker
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_SPIN_S = 100e-6
+_SPIN_S = 20e-6
 """How long a worker is polled after its last progress before it is armed: the gap between two bursts of a stream."""
 _WAITING_TIMEOUT_S = 0.02
 _IDLE_TIMEOUT_S = 1.0
