@@ -56,7 +56,8 @@ async def test_an_abort_on_one_side_ends_the_other_and_the_client(client: Client
     room = next(ROOMS)
     prompt = LONG if state == TRANSFERRING else SHORT
     answer = asyncio.create_task(client.generate(prompt, max_new_tokens=1000, bootstrap_room=room))
-    await client.reached("decode", state, room)
+    for each in ("decode", side):
+        await client.reached(each, state, room)
     drained = await client.abort(side, room)
     assert drained.drained.instance_id.startswith(side)
     if (side, state) != ("prefill", SUCCESS):

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from pd_common.errors import InternalError, PdError, TransferFailed
 from pd_common.transport.base import WriteReceipt
+from pd_common.transport.handover import repeated
 from pd_common.transport.mooncake.engine import Engine, MooncakeError, Settings, pd_error
 from pd_common.transport.mooncake.write import Write
 
@@ -83,11 +84,6 @@ class Outbound:
     def _close_engine(self) -> None:
         if self._engine is not None:
             self._engine.close()
-
-
-def repeated(error: PdError) -> PdError:
-    """The same error for one more who waits: an exception that is raised twice mixes up its tracebacks."""
-    return type(error)(error.message, **error.metadata)
 
 
 def _settle(future: asyncio.Future[WriteReceipt], outcome: WriteReceipt | PdError) -> None:

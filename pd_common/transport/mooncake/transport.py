@@ -14,10 +14,11 @@ import numpy as np
 
 from pd_common.errors import InternalError, PagesInvalid, PeerLost, TransferFailed, TransportUnavailable
 from pd_common.transport.base import MemoryRegion, Puts, TransportInfo, WriteReceipt
+from pd_common.transport.handover import repeated
 from pd_common.transport.mooncake.address import PortAddress
 from pd_common.transport.mooncake.engine import Engine, MooncakeError, Settings
 from pd_common.transport.mooncake.library import check_rdma_devices, load_library, own_host
-from pd_common.transport.mooncake.outbound import Outbound, repeated
+from pd_common.transport.mooncake.outbound import Outbound
 from pd_common.transport.mooncake.write import Write
 from pd_common.transport.regions import RegionTable, check_shape
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from pd_common.errors import PdError, TransferFailed
 from pd_common.transport.base import MemoryRegion
+from pd_common.transport.handover import repeated
 from pd_common.transport.nixl.binding import NixlAgent, NixlError, pd_error
 from pd_common.transport.nixl.thread import NixlThread
 from pd_common.transport.nixl.write import Write
@@ -108,8 +109,3 @@ class Outbound:
             write.release(self._agent)
         except NixlError as error:
             _log.debug("while a channel is closed: %s", error)
-
-
-def repeated(error: PdError) -> PdError:
-    """The same error for one more who waits: an exception that is raised twice mixes up its tracebacks."""
-    return type(error)(error.message, **error.metadata)

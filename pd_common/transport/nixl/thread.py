@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 from pd_common.errors import InternalError, PdError, TransferFailed
 from pd_common.transport.base import MemoryRegion
+from pd_common.transport.handover import run_into, settle
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -65,20 +66,9 @@ class NixlThread:
     def submit(self, command: Callable[[], T]) -> Future[T]:
         """Runs a command on the thread. Its future fails with what it raises, or with why the thread has ended."""
         future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = command()
-            except Exception as error:  # noqa: BLE001 - handed to whoever waits for the future
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
         with self._lock:
             if self._stopped is None:
-                self._commands.put(run)
+                self._commands.put(lambda: run_into(future, command))
             else:
                 future.set_exception(self._stopped)
         return future
@@ -111,17 +101,8 @@ class NixlThread:
 
     def deliver(self, future: asyncio.Future[T], outcome: T | PdError) -> None:
         """Settles a future in its own loop."""
-
-        def settle() -> None:
-            if future.done():
-                return
-            if isinstance(outcome, PdError):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
-
         with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there any more
-            future.get_loop().call_soon_threadsafe(settle)
+            future.get_loop().call_soon_threadsafe(settle, future, outcome)
 
     def _run(self) -> None:
         error: PdError = TransferFailed("the transport is closed")

@@ -16,10 +16,11 @@ import numpy as np
 
 from pd_common.errors import InternalError, PagesInvalid, PeerLost, TransferFailed, TransportUnavailable
 from pd_common.transport.base import MemoryRegion, Puts, TransportInfo, WriteReceipt
+from pd_common.transport.handover import repeated
 from pd_common.transport.nixl.address import PortAddress
 from pd_common.transport.nixl.binding import NixlAgent, NixlError, pd_error
 from pd_common.transport.nixl.library import load_library, plugin_parameters, rdma_devices, without_unused_efa
-from pd_common.transport.nixl.outbound import Outbound, repeated
+from pd_common.transport.nixl.outbound import Outbound
 from pd_common.transport.nixl.thread import NixlThread
 from pd_common.transport.nixl.write import Write
 from pd_common.transport.regions import RegionTable, check_shape

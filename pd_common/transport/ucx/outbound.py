@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from enum import Enum, auto
 
 from pd_common.errors import PdError, TransferFailed
+from pd_common.transport.handover import repeated
 from pd_common.transport.ucx.address import PortAddress
 from pd_common.transport.ucx.interface import Context, Endpoint, Rkey, UCXError, Worker, carrier_in, pd_error
 from pd_common.transport.ucx.progress import ProgressThread, settled
@@ -185,8 +186,3 @@ class Outbound:
             if closed.set_running_or_notify_cancel():
                 closed.set_result(None)
         self._closed.clear()
-
-
-def repeated(error: PdError) -> PdError:
-    """The same error for one more who waits: an exception that is raised twice mixes up its tracebacks."""
-    return type(error)(error.message, **error.metadata)

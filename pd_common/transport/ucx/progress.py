@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from pd_common.errors import InternalError, PdError, TransferFailed
+from pd_common.transport.handover import run_into, settle
 from pd_common.transport.ucx.interface import Worker
 
 _log = logging.getLogger(__name__)
@@ -75,22 +76,11 @@ class ProgressThread:
     def submit(self, command: Callable[[], T]) -> Future[T]:
         """Runs a command on the thread. Its future fails with what it raises, or with why the thread has ended."""
         future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = command()
-            except Exception as error:  # noqa: BLE001 - handed to whoever waits for the future
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
         with self._lock:
             if self._stopped is not None:
                 future.set_exception(self._stopped)
                 return future
-            self._commands.append(run)
+            self._commands.append(lambda: run_into(future, command))
             os.eventfd_write(self._wake_fd, 1)
         return future
 
@@ -131,16 +121,7 @@ class ProgressThread:
 
     def deliver(self, future: asyncio.Future[T], outcome: T | PdError) -> None:
         """Settles a future in its own loop, after this round, together with the round's others."""
-
-        def settle() -> None:
-            if future.done():
-                return
-            if isinstance(outcome, PdError):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
-
-        self._loops.setdefault(future.get_loop(), []).append(settle)
+        self._loops.setdefault(future.get_loop(), []).append(lambda: settle(future, outcome))
 
     def _run(self) -> None:
         error: PdError = TransferFailed("the transport is closed")
@@ -211,5 +192,5 @@ def settled() -> Future[None]:
 
 
 def _run_all(settles: list[Callable[[], None]]) -> None:
-    for settle in settles:
-        settle()
+    for each in settles:
+        each()

@@ -18,13 +18,14 @@ import numpy as np
 
 from pd_common.errors import InternalError, PagesInvalid, PdError, PeerLost, TransferFailed
 from pd_common.transport.base import MemoryRegion, Puts, TransportInfo, WriteReceipt
+from pd_common.transport.handover import repeated
 from pd_common.transport.regions import Addresses, RegionTable, check_shape
 from pd_common.transport.ucx.address import PortAddress
 from pd_common.transport.ucx.binding import UCXContext
 from pd_common.transport.ucx.inbound import Inbound
 from pd_common.transport.ucx.interface import UNKNOWN_CARRIER, Binding, MemoryHandle, UCXError, pd_error
 from pd_common.transport.ucx.library import WHEEL, load_library
-from pd_common.transport.ucx.outbound import Outbound, repeated
+from pd_common.transport.ucx.outbound import Outbound
 from pd_common.transport.ucx.progress import ProgressThread
 from pd_common.transport.ucx.settings import devices_of, network_devices, open_context, options_for, shown
 from pd_common.transport.ucx.sgl import worth_a_probe
