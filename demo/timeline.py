@@ -75,8 +75,8 @@ def _details(span: RecordedSpan) -> str:
         case SpanName.CHUNK_COMPUTE:
             return f"{a['tokens']} tokens, to {a['end']}"
         case SpanName.CHUNK_TRANSFER:
-            size = float(a["bytes"]) / 1e6
-            return f"{a['pages']} pages, {a['descriptors']} PUTs, {size:.2f} MB, {a['gb_per_s']:.2f} GB/s"
+            size, puts = float(a["bytes"]) / 1e6, "1 PUT" if a["descriptors"] == 1 else f"{a['descriptors']} PUTs"
+            return f"{a['pages']} pages, {puts}, {size:.2f} MB, {a['gb_per_s']:.2f} GB/s"
         case SpanName.ALLOCATE:
             return f"{a['pages']} pages for prompt and answer"
         case SpanName.DECODE_STEPS:
