@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,74 +19,16 @@ from hypothesis import strategies as st
 from pd_common.errors import InternalError, InvalidRequest, PdError, TransferFailed, TransportUnavailable
 from pd_common.transport.backends import open_transport
 from pd_common.transport.base import MemoryRegion, Puts
-from pd_common.transport.frame import MAX_ADDRESS_BYTES, Frame
 from pd_common.transport.nixl import library
-from pd_common.transport.nixl.address import PortAddress
 from pd_common.transport.nixl.library import plugin_parameters, rdma_devices, without_unused_efa
 from pd_common.transport.nixl.thread import NixlThread
-from pd_common.transport.nixl.transport import NixlTransport
+from pd_common.transport.nixl.transport import FRAME, NixlTransport
 from pd_common.transport.nixl.write import split
+from pd_common.transport.offer import KeylessOffer
 from tests.transport.conftest import skip_unless_importable
 from tests.transport.pairs import transport_config
 
 pytestmark = pytest.mark.nixl
-
-FRAME = Frame(b"PDNX", 1, "NIXL port")
-
-regions = st.builds(MemoryRegion, st.integers(0, 2**62), st.integers(1, 2**62))
-addresses = st.builds(
-    PortAddress,
-    st.binary(min_size=1, max_size=300),
-    regions,
-    st.lists(regions, max_size=5).map(lambda found: tuple(sorted(found, key=lambda each: each.base))),
-)
-
-
-@given(addresses)
-def test_an_address_survives_the_wire(address: PortAddress) -> None:
-    assert PortAddress.parse(address.pack()) == address
-
-
-@given(st.binary(max_size=400))
-def test_noise_is_no_address(noise: bytes) -> None:
-    with pytest.raises(InvalidRequest):
-        PortAddress.parse(noise)
-
-
-@given(st.binary(max_size=200))
-def test_noise_in_a_whole_frame_is_no_address_or_a_sound_one(noise: bytes) -> None:
-    try:
-        address = PortAddress.parse(FRAME.seal(noise))
-    except InvalidRequest:
-        return
-    assert address.metadata
-    assert all(0 < each.length <= 2**63 - each.base for each in (address.probe, *address.offered))
-
-
-@given(addresses, st.data())
-def test_a_changed_or_cut_address_is_refused(address: PortAddress, data: st.DataObject) -> None:
-    packed = bytearray(address.pack())
-    position = data.draw(st.integers(0, len(packed) - 1))
-    with pytest.raises(InvalidRequest):
-        PortAddress.parse(bytes(packed[:position]))
-    packed[position] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(InvalidRequest):
-        PortAddress.parse(bytes(packed))
-
-
-def test_an_impossible_region_is_refused_even_when_well_packed() -> None:
-    for base, length in ((2**63, 1), (5, 2**63), (5, 0)):
-        body = struct.pack("<II", 1, 2) + b"m" + struct.pack("<QQQQ", 0, 1, base, length)
-        with pytest.raises(InvalidRequest):
-            PortAddress.parse(FRAME.seal(body))
-
-
-def test_an_address_has_a_bound() -> None:
-    region = MemoryRegion(0, 1)
-    with pytest.raises(InvalidRequest):
-        PortAddress(b"m", region, (region,) * 5000).pack()
-    with pytest.raises(InvalidRequest):
-        PortAddress(b"m" * MAX_ADDRESS_BYTES, region, ()).pack()
 
 
 @given(st.lists(st.integers(0, 200 << 20), max_size=8), st.integers(0, 5000))
@@ -149,7 +90,7 @@ async def test_metadata_that_nixl_cannot_read_is_refused() -> None:
     transport = NixlTransport()
     region = MemoryRegion(4096, 4096)
     with pytest.raises(TransferFailed):
-        await transport.connect(PortAddress(b"no metadata of NIXL's", region, ()).pack())
+        await transport.connect(KeylessOffer(b"no metadata of NIXL's", region, ()).pack(FRAME))
     await transport.close()
 
 

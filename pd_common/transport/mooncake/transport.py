@@ -15,11 +15,12 @@ import numpy as np
 from pd_common.errors import InternalError, PagesInvalid, PeerLost, TransferFailed, TransportUnavailable
 from pd_common.transport.base import MemoryRegion, Puts, TransportInfo, WriteReceipt
 from pd_common.transport.handover import repeated
-from pd_common.transport.mooncake.address import PortAddress
+from pd_common.transport.mooncake.address import FRAME, target_of
 from pd_common.transport.mooncake.engine import Engine, MooncakeError, Settings
 from pd_common.transport.mooncake.library import check_rdma_devices, load_library, own_host
 from pd_common.transport.mooncake.outbound import Outbound
 from pd_common.transport.mooncake.write import Write
+from pd_common.transport.offer import KeylessOffer
 from pd_common.transport.regions import RegionTable, check_shape
 
 _PROBE_BYTES = 64 * 1024
@@ -65,13 +66,15 @@ class MooncakeTransport:
             engine = Engine(self._settings, (self._probe, *offered))
         except MooncakeError as error:
             raise TransferFailed(f"no port can be opened: {error}") from error
-        port = MooncakePort(engine, PortAddress(engine.target, self._probe, offered).pack(), self._ports.discard)
+        address = KeylessOffer(engine.target.encode(), self._probe, offered).pack(FRAME)
+        port = MooncakePort(engine, address, self._ports.discard)
         self._ports.add(port)
         return port
 
     async def connect(self, address: bytes) -> MooncakeChannel:
-        port = PortAddress.parse(address)
-        outbound = Outbound(self._settings, port.target)
+        port = KeylessOffer.parse(address, FRAME)
+        target = target_of(port)
+        outbound = Outbound(self._settings, target)
         offered = RegionTable(port.offered)
         size = min(self._probe.length, port.probe.length)
         probe = Puts(*(np.array([value]) for value in (self._probe.base, port.probe.base, size)))
@@ -83,7 +86,7 @@ class MooncakeTransport:
         except BaseException as error:
             outbound.close()
             if isinstance(error, PeerLost):
-                raise TransferFailed(f"the port cannot be reached: {error}", target=port.target) from error
+                raise TransferFailed(f"the port cannot be reached: {error}", target=target) from error
             raise
         self._channels.add(channel)
         return channel

@@ -16,18 +16,21 @@ import numpy as np
 
 from pd_common.errors import InternalError, PagesInvalid, PeerLost, TransferFailed, TransportUnavailable
 from pd_common.transport.base import MemoryRegion, Puts, TransportInfo, WriteReceipt
+from pd_common.transport.frame import Frame
 from pd_common.transport.handover import repeated
-from pd_common.transport.nixl.address import PortAddress
 from pd_common.transport.nixl.binding import NixlAgent, NixlError, pd_error
 from pd_common.transport.nixl.library import load_library, plugin_parameters, rdma_devices, without_unused_efa
 from pd_common.transport.nixl.outbound import Outbound
 from pd_common.transport.nixl.thread import NixlThread
 from pd_common.transport.nixl.write import Write
+from pd_common.transport.offer import KeylessOffer
 from pd_common.transport.regions import RegionTable, check_shape
 from pd_common.transport.ucx.settings import options_for, shown
 
 T = TypeVar("T")
 
+FRAME = Frame(b"PDNX", 1, "NIXL port")
+"""Round NIXL's metadata as it is: it holds the keys for the regions and is never looked into."""
 _PROBE_BYTES = 64 * 1024
 _CARRIER = "ucx"
 """NIXL tells nobody which of UCX's transports carries a write."""
@@ -69,8 +72,8 @@ class NixlTransport:
         return NixlPort(self._thread, lambda: self._close_port(agent), address)
 
     async def connect(self, address: bytes) -> NixlChannel:
-        port = PortAddress.parse(address)
-        opening = self._thread.submit(lambda: Outbound.open(self._thread, self._sending_agent, port.metadata))
+        port = KeylessOffer.parse(address, FRAME)
+        opening = self._thread.submit(lambda: Outbound.open(self._thread, self._sending_agent, port.peer))
         try:
             outbound = await asyncio.shield(asyncio.wrap_future(opening))
             channel = NixlChannel(self._thread, outbound, RegionTable(port.offered), self._snapshot)
@@ -93,7 +96,7 @@ class NixlTransport:
     def _snapshot(self) -> RegionTable:
         return self._registered
 
-    def _probe_puts(self, port: PortAddress) -> Puts:
+    def _probe_puts(self, port: KeylessOffer) -> Puts:
         size = min(self._probe.length, port.probe.length)
         return Puts(*(np.array([value]) for value in (self._probe.base, port.probe.base, size)))
 
@@ -120,7 +123,7 @@ class NixlTransport:
     def _listen(self, offered: Sequence[MemoryRegion]) -> tuple[NixlAgent, bytes]:
         agent = self._agent((self._probe, *offered), receives=True)
         self._ports.append(agent)
-        return agent, PortAddress(agent.metadata(), self._probe, tuple(offered)).pack()
+        return agent, KeylessOffer(agent.metadata(), self._probe, tuple(offered)).pack(FRAME)
 
     def _agent(self, regions: Sequence[MemoryRegion], *, receives: bool) -> NixlAgent:
         agent = NixlAgent(self._library, self._parameters, receives=receives)
