@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -32,6 +33,12 @@ def settle(future: asyncio.Future[T], outcome: T | PdError) -> None:
         future.set_exception(outcome)
     else:
         future.set_result(outcome)
+
+
+def deliver(future: asyncio.Future[T], outcome: T | PdError) -> None:
+    """Settles a future from another thread, in its own loop."""
+    with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there any more
+        future.get_loop().call_soon_threadsafe(settle, future, outcome)
 
 
 def repeated(error: PdError) -> PdError:

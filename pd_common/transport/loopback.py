@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from pd_common.errors import InternalError, InvalidRequest, PagesInvalid, PdError, PeerLost, TransferFailed
+from pd_common.errors import InternalError, InvalidRequest, PdError, PeerLost, TransferFailed
 from pd_common.transport.base import MemoryRegion, Puts, TransportInfo, WriteReceipt
-from pd_common.transport.regions import RegionTable, check_shape
+from pd_common.transport.regions import RegionTable, locate
 
 _ADDRESS = struct.Struct("<4sH16s")
 _MAGIC = b"PDLB"
@@ -162,11 +162,7 @@ class LoopbackChannel:
     async def write(self, *groups: Puts) -> WriteReceipt:
         self._raise_if_broken()
         for puts in groups:
-            check_shape(puts)
-            if self._port.offered.find(puts.remote, puts.lengths) is None:
-                raise PagesInvalid("a write leaves the memory that the peer has offered", descriptors=len(puts))
-            if self._transport.registered.find(puts.local, puts.lengths) is None:
-                raise InternalError("a write reads memory that is not registered", descriptors=len(puts))
+            locate(puts, self._transport.registered, self._port.offered)
         # A task of its own: whoever waits may be cancelled, what is posted goes on.
         task = asyncio.create_task(self._run(groups))
         self._writes.add(task)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pd_common.errors import InternalError, InvalidRequest
+from pd_common.errors import InternalError, InvalidRequest, PagesInvalid
 from pd_common.transport.base import MemoryRegion, Puts
 
 Addresses = NDArray[np.int64]
@@ -47,8 +47,24 @@ class RegionTable:
         return self.find(np.array([region.base]), np.array([region.length])) is not None
 
 
-def check_shape(puts: Puts) -> None:
-    """Refuses arrays that are not parallel: a defect of the caller."""
+def locate(puts: Puts, registered: RegionTable, offered: RegionTable) -> tuple[Addresses, Addresses]:
+    """Index of the region that holds each put, in `registered` where it reads and in `offered` where it writes.
+
+    Raises:
+        PagesInvalid: a put leaves what the peer has offered.
+        InternalError: it reads what is not registered, or the arrays are not parallel: a defect of the caller.
+    """
+    _check_shape(puts)
+    targets = offered.find(puts.remote, puts.lengths)
+    if targets is None:
+        raise PagesInvalid("a write leaves the memory that the peer has offered", descriptors=len(puts))
+    sources = registered.find(puts.local, puts.lengths)
+    if sources is None:
+        raise InternalError("a write reads memory that is not registered", descriptors=len(puts))
+    return sources, targets
+
+
+def _check_shape(puts: Puts) -> None:
     if not len(puts.local) == len(puts.remote) == len(puts.lengths):
         raise InternalError(
             "the arrays of a write differ in length",

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_common.errors import InternalError, InvalidRequest, PdError, TransferFailed, TransportUnavailable
+from pd_common.transport import rdma
 from pd_common.transport.backends import open_transport
 from pd_common.transport.base import MemoryRegion, Puts
-from pd_common.transport.nixl import library
 from pd_common.transport.nixl.library import plugin_parameters, rdma_devices, without_unused_efa
 from pd_common.transport.nixl.thread import NixlThread
 from pd_common.transport.nixl.transport import FRAME, NixlTransport
@@ -47,7 +47,7 @@ def test_transfers_hold_all_puts_in_order_and_are_bounded(large: list[int], smal
 
 
 def test_devices_are_named_and_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(rdma, "DEVICES", tmp_path)
     for name in ("mlx5_0", "mlx5_1"):
         (tmp_path / name).mkdir()
     assert rdma_devices(None) == ()
@@ -62,7 +62,7 @@ def test_devices_are_named_and_must_be_there(tmp_path: Path, monkeypatch: pytest
 def test_the_module_for_efa_is_left_out_only_where_there_is_no_efa(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "_RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(rdma, "DEVICES", tmp_path)
     monkeypatch.delenv("UCX_MODULES", raising=False)
     with without_unused_efa():
         assert os.environ["UCX_MODULES"] == "^efa"

@@ -9,14 +9,12 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from pd_common.errors import InvalidRequest, TransportUnavailable
+from pd_common.errors import TransportUnavailable
 
 _MODULE = "mooncake.engine"
 _DISTRIBUTION = "mooncake-transfer-engine-non-cuda"
-_RDMA_DEVICES = Path("/sys/class/infiniband")
 _SETTINGS = {
     # A peer that stands still holds up the write to it, and the end of the channel, for this long; Mooncake's 30 s are
     # more than a room may take to end.
@@ -71,20 +69,6 @@ def _free_engine(path: str) -> Callable[[int], int] | None:
     function.argtypes, function.restype = (ctypes.c_void_p,), ctypes.c_int
     free: Callable[[int], int] = function
     return free
-
-
-def check_rdma_devices(asked: str) -> None:
-    """Mooncake itself would go on over tcp, without a word.
-
-    Raises:
-        InvalidRequest: this machine lacks an RDMA device that `--ib-device` names.
-    """
-    for device in asked.split(","):
-        if not device or not (_RDMA_DEVICES / device).is_dir():
-            present = ", ".join(sorted(each.name for each in _RDMA_DEVICES.glob("*"))) or "none"
-            raise InvalidRequest(
-                f"no RDMA device {device!r} here ({present}); without --ib-device Mooncake uses tcp", field="ib_device"
-            )
 
 
 def own_host() -> str:

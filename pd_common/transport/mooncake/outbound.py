@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from pd_common.errors import InternalError, PdError, TransferFailed
-from pd_common.transport.base import WriteReceipt
-from pd_common.transport.handover import repeated
+from pd_common.transport.handover import deliver, repeated
 from pd_common.transport.mooncake.engine import Engine, MooncakeError, Settings, pd_error
 from pd_common.transport.mooncake.write import Write
 
@@ -56,9 +53,9 @@ class Outbound:
             _log.exception("a write through Mooncake failed unexpectedly")
             self._break_off(InternalError(f"a write through Mooncake failed: {defect}"))
         if self.error is not None and not finished:
-            _settle(write.done, repeated(self.error))
+            deliver(write.done, repeated(self.error))
         elif finished:
-            _settle(write.done, write.receipt())
+            deliver(write.done, write.receipt())
         else:
             self._thread.submit(self._step, write)
 
@@ -84,18 +81,3 @@ class Outbound:
     def _close_engine(self) -> None:
         if self._engine is not None:
             self._engine.close()
-
-
-def _settle(future: asyncio.Future[WriteReceipt], outcome: WriteReceipt | PdError) -> None:
-    """In the future's own loop."""
-
-    def settle() -> None:
-        if future.done():
-            return
-        if isinstance(outcome, PdError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-
-    with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there any more
-        future.get_loop().call_soon_threadsafe(settle)

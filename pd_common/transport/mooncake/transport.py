@@ -12,16 +12,17 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pd_common.errors import InternalError, PagesInvalid, PeerLost, TransferFailed, TransportUnavailable
+from pd_common.errors import InternalError, PeerLost, TransferFailed, TransportUnavailable
 from pd_common.transport.base import MemoryRegion, Puts, TransportInfo, WriteReceipt
 from pd_common.transport.handover import repeated
 from pd_common.transport.mooncake.address import FRAME, target_of
 from pd_common.transport.mooncake.engine import Engine, MooncakeError, Settings
-from pd_common.transport.mooncake.library import check_rdma_devices, load_library, own_host
+from pd_common.transport.mooncake.library import load_library, own_host
 from pd_common.transport.mooncake.outbound import Outbound
 from pd_common.transport.mooncake.write import Write
 from pd_common.transport.offer import KeylessOffer
-from pd_common.transport.regions import RegionTable, check_shape
+from pd_common.transport.rdma import require_present
+from pd_common.transport.regions import RegionTable, locate
 
 _PROBE_BYTES = 64 * 1024
 
@@ -32,7 +33,7 @@ class MooncakeTransport:
     def __init__(self, ib_device: str | None = None) -> None:
         library = load_library()
         if ib_device is not None:
-            check_rdma_devices(ib_device)
+            require_present(ib_device.split(","), "without --ib-device Mooncake uses tcp")
         protocol = "tcp" if ib_device is None else "rdma"
         self._settings = Settings(library, own_host(), protocol, ib_device or "")
         self.info = TransportInfo(
@@ -135,11 +136,7 @@ class MooncakeChannel:
             raise repeated(self._outbound.error)
         registered = self._registered()
         for puts in groups:
-            check_shape(puts)
-            if self._offered.find(puts.remote, puts.lengths) is None:
-                raise PagesInvalid("a write leaves the memory that the peer has offered", descriptors=len(puts))
-            if registered.find(puts.local, puts.lengths) is None:
-                raise InternalError("a write reads memory that is not registered", descriptors=len(puts))
+            locate(puts, registered, self._offered)
         return await self._written(groups, started)
 
     async def try_out(self, probe: Puts) -> None:

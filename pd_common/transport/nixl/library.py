@@ -14,15 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Any
 
-from pd_common.errors import InvalidRequest, TransportUnavailable
+from pd_common.errors import TransportUnavailable
+from pd_common.transport import rdma
 
 _PACKAGE = "nixl_cu12"
 _DISTRIBUTION = "nixl-cu12"
 _BINDING = "nixl_cu12._bindings"
-_RDMA_DEVICES = Path("/sys/class/infiniband")
 _AMAZON = "0x1d0f"
 
 
@@ -80,7 +79,7 @@ def without_unused_efa() -> Iterator[None]:
 
 
 def _has_efa() -> bool:
-    return any(vendor.read_text().strip() == _AMAZON for vendor in _RDMA_DEVICES.glob("*/device/vendor"))
+    return any(vendor.read_text().strip() == _AMAZON for vendor in rdma.DEVICES.glob("*/device/vendor"))
 
 
 def plugin_parameters(devices: Sequence[str], options: Mapping[str, str]) -> dict[str, str]:
@@ -96,11 +95,5 @@ def rdma_devices(asked: str | None) -> tuple[str, ...]:
         InvalidRequest: this machine has no such RDMA device (NIXL would take the first port of one, and nothing else).
     """
     devices = tuple(name.strip() for name in asked.split(",")) if asked else ()
-    for device in devices:
-        if not (_RDMA_DEVICES / device).is_dir() or not device:
-            present = ", ".join(sorted(each.name for each in _RDMA_DEVICES.glob("*"))) or "none"
-            raise InvalidRequest(
-                f"no RDMA device {device!r} here ({present}); UCX_NET_DEVICES restricts NIXL to other devices",
-                field="ib_device",
-            )
+    rdma.require_present(devices, "UCX_NET_DEVICES restricts NIXL to other devices")
     return devices

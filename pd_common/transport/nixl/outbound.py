@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from pd_common.errors import PdError, TransferFailed
 from pd_common.transport.base import MemoryRegion
-from pd_common.transport.handover import repeated
+from pd_common.transport.handover import deliver, repeated
 from pd_common.transport.nixl.binding import NixlAgent, NixlError, pd_error
 from pd_common.transport.nixl.thread import NixlThread
 from pd_common.transport.nixl.write import Write
@@ -64,7 +64,7 @@ class Outbound:
     def write(self, write: Write) -> None:
         """Takes a write; its `done` is settled once nothing of it can move any more."""
         if self.error is not None:
-            self._thread.deliver(write.done, repeated(self.error))
+            deliver(write.done, repeated(self.error))
             return
         self._writes.append(write)
 
@@ -82,7 +82,7 @@ class Outbound:
             self._release(write)
         self._agent.close()
         for write in self._writes:
-            self._thread.deliver(write.done, repeated(error))
+            deliver(write.done, repeated(error))
         self._writes.clear()
 
     def drive(self) -> bool:
@@ -101,7 +101,7 @@ class Outbound:
             busy |= write.advance(self._agent, self._peer)
             if write.finished:
                 self._writes.remove(write)
-                self._thread.deliver(write.done, write.receipt())
+                deliver(write.done, write.receipt())
         return busy
 
     def _release(self, write: Write) -> None:

@@ -6,8 +6,6 @@ often the longer nothing happens.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import queue
 import threading
@@ -17,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from pd_common.errors import InternalError, PdError, TransferFailed
 from pd_common.transport.base import MemoryRegion
-from pd_common.transport.handover import run_into, settle
+from pd_common.transport.handover import run_into
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -98,11 +96,6 @@ class NixlThread:
 
     def remove(self, driven: Driven) -> None:
         self._driven.pop(driven, None)
-
-    def deliver(self, future: asyncio.Future[T], outcome: T | PdError) -> None:
-        """Settles a future in its own loop."""
-        with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there any more
-            future.get_loop().call_soon_threadsafe(settle, future, outcome)
 
     def _run(self) -> None:
         error: PdError = TransferFailed("the transport is closed")

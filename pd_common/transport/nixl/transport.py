@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from pd_common.errors import InternalError, PagesInvalid, PeerLost, TransferFailed, TransportUnavailable
+from pd_common.errors import InternalError, PeerLost, TransferFailed, TransportUnavailable
 from pd_common.transport.base import MemoryRegion, Puts, TransportInfo, WriteReceipt
 from pd_common.transport.frame import Frame
 from pd_common.transport.handover import repeated
@@ -24,7 +24,7 @@ from pd_common.transport.nixl.outbound import Outbound
 from pd_common.transport.nixl.thread import NixlThread
 from pd_common.transport.nixl.write import Write
 from pd_common.transport.offer import KeylessOffer
-from pd_common.transport.regions import RegionTable, check_shape
+from pd_common.transport.regions import RegionTable, locate
 from pd_common.transport.ucx.settings import options_for, shown
 
 T = TypeVar("T")
@@ -180,11 +180,7 @@ class NixlChannel:
         if self._outbound.error is not None:
             raise repeated(self._outbound.error)
         for puts in groups:
-            check_shape(puts)
-            if self._offered.find(puts.remote, puts.lengths) is None:
-                raise PagesInvalid("a write leaves the memory that the peer has offered", descriptors=len(puts))
-            if self._registered().find(puts.local, puts.lengths) is None:
-                raise InternalError("a write reads memory that is not registered", descriptors=len(puts))
+            locate(puts, self._registered(), self._offered)
         return await self._written(groups, started)
 
     async def try_out(self, probe: Puts) -> None:

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pd_common.errors import InternalError, PagesInvalid, PdError, PeerLost, TransferFailed
+from pd_common.errors import InternalError, PdError, PeerLost, TransferFailed
 from pd_common.transport.base import MemoryRegion, Puts, TransportInfo, WriteReceipt
 from pd_common.transport.handover import repeated
-from pd_common.transport.regions import Addresses, RegionTable, check_shape
+from pd_common.transport.regions import Addresses, RegionTable, locate
 from pd_common.transport.ucx.address import PortAddress
 from pd_common.transport.ucx.binding import UCXContext
 from pd_common.transport.ucx.inbound import Inbound
@@ -230,14 +230,8 @@ class UcxChannel:
         return await done
 
     def _resolve(self, puts: Puts, registered: _Registered) -> Posting:
-        check_shape(puts)
-        offered = self._offered.find(puts.remote, puts.lengths)
-        if offered is None:
-            raise PagesInvalid("a write leaves the memory that the peer has offered", descriptors=len(puts))
-        local = registered.table.find(puts.local, puts.lengths)
-        if local is None:
-            raise InternalError("a write reads memory that is not registered", descriptors=len(puts))
-        return Posting.of(puts, offered + 1, local, registered.put_params)
+        sources, targets = locate(puts, registered.table, self._offered)
+        return Posting.of(puts, targets + 1, sources, registered.put_params)
 
 
 def _as_ranges(regions: Sequence[MemoryRegion]) -> tuple[Addresses, Addresses]:
