@@ -57,7 +57,13 @@ class ListenConfig:
     advertise_host: str | None
 
     def advertised(self, bound_port: int) -> str:
-        """host:port for others: what was asked for, else the bind address, else a guess from this host's name.
+        """host:port for others. Raises as `advertised_host`."""
+        host = self.advertised_host
+        return f"[{host}]:{bound_port}" if ":" in host else f"{host}:{bound_port}"
+
+    @property
+    def advertised_host(self) -> str:
+        """What was asked for, else the bind address, else a guess from this host's name.
 
         Raises:
             InvalidRequest: the address would be a wildcard: nobody could connect to it.
@@ -67,7 +73,7 @@ class ListenConfig:
         host = host.strip("[]")
         if _is_wildcard(host):
             raise InvalidRequest(f"{host} cannot be advertised: give --advertise-host", field="advertise_host")
-        return f"[{host}]:{bound_port}" if ":" in host else f"{host}:{bound_port}"
+        return host
 
 
 @dataclass(frozen=True, slots=True)

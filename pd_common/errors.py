@@ -35,6 +35,7 @@ class Reason(StrEnum):
     CLIENT_CANCELLED = "CLIENT_CANCELLED"
     SHUTTING_DOWN = "SHUTTING_DOWN"
     TRANSPORT_UNAVAILABLE = "TRANSPORT_UNAVAILABLE"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
     INTERNAL = "INTERNAL"
 
 
@@ -185,6 +186,12 @@ class TransportUnavailable(PdError):
     """The data plane's library cannot be loaded or offers no usable transport."""
 
     reason = Reason.TRANSPORT_UNAVAILABLE
+
+
+class PermissionDenied(PdError):
+    """The caller's certificate names another role, or the room's ticket is missing, forged or over."""
+
+    reason = Reason.PERMISSION_DENIED
 
 
 class InternalError(PdError):

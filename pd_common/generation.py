@@ -41,7 +41,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt for one pair. `rid` is the client's own name for it; logs align by rid and room."""
+    """One prompt for one pair. `rid` is the client's own name for it, `ticket` the right to the room."""
 
     rid: str
     room: BootstrapRoom
@@ -51,6 +51,7 @@ class GenerationRequest:
     return_logprob: bool = False
     top_logprobs: int = 0
     timeout_s: float = 300.0
+    ticket: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from pd_common.handoff.table import TransferTable
 from pd_common.telemetry import spans
 from pd_common.transport.backends import open_transport
 from pd_common.transport.base import MemoryRegion, Transport
-from pd_common.types import Instance, Role
+from pd_common.types import DataPlane, Instance, Role
 
 _MAX_FINISHED_ROOMS = 100_000
 
@@ -59,6 +59,11 @@ class Runtime:
         retention_s = config.pick(config.RoomConfig, options).room_retention_s
         transfers = TransferTable(role, retention_s, _MAX_FINISHED_ROOMS)
         return cls(instance, engine, _pool_of(engine), metadata, transport, regions, transfers, OutputHub(), tracing)
+
+    def data_plane(self, host: str) -> DataPlane:
+        """What others are told of how pages travel; `host` is where writes come from."""
+        info = self.transport.info
+        return DataPlane(info.backend, info.version, host, info.transports, info.devices)
 
     def new_digest(self) -> PageDigest:
         """A fresh digest over pages of this process's pool."""

@@ -34,6 +34,15 @@ class BufferKind(StrEnum):
     """Both: layer by layer, the keys of a page before its values."""
 
 
+class StateKind(StrEnum):
+    """What a model keeps of a sequence besides keys and values."""
+
+    RECURRENT = "recurrent"
+    """Rows of fixed size for recurrent layers."""
+    WINDOW = "window"
+    """Pages of the last window of sliding-window layers."""
+
+
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
     """One buffer of a pool as a peer must see it: page `p` lies at `base + p * item_len_bytes`.
@@ -62,6 +71,7 @@ class KvLayout:
     metadata_schema: int
     software_version: str
     buffers: tuple[BufferSpec, ...]
+    state_kinds: tuple[StateKind, ...] = ()
 
     def first_mismatch(self, other: KvLayout) -> tuple[str, str, str] | None:
         """The first field that differs as (name, mine, theirs), or None when the pools can be paired."""
@@ -78,7 +88,10 @@ class KvLayout:
 
 
 def _shown(value: object) -> str:
-    return f"{len(value)} buffers" if isinstance(value, tuple) else str(value)
+    if not isinstance(value, tuple):
+        return str(value)
+    is_names = all(isinstance(each, str) for each in value)
+    return ("+".join(value) or "none") if is_names else f"{len(value)} buffers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +132,17 @@ class RankPosition:
 
 
 @dataclass(frozen=True, slots=True)
+class DataPlane:
+    """How a rank's pages travel: library, the host that its writes come from, what the library offers there."""
+
+    backend: str
+    version: str
+    host: str
+    transports: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RankInfo:
     """What one rank tells the Bootstrap service about itself."""
 
@@ -127,6 +151,7 @@ class RankInfo:
     position: RankPosition
     control_address: str
     layout: KvLayout
+    data_plane: DataPlane
 
 
 @dataclass(frozen=True, slots=True)

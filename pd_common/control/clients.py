@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from opentelemetry.context import Context
@@ -22,7 +22,7 @@ from pd.v1 import (
     transfer_status_pb2_grpc,
 )
 
-from pd_common.control import convert
+from pd_common.control import convert, convert_generation
 from pd_common.control.server import KEEPALIVE, MAX_MESSAGE_BYTES
 from pd_common.control.status import from_rpc_error, from_status, to_status
 from pd_common.errors import PdError, PeerLost
@@ -30,14 +30,14 @@ from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo, Outp
 from pd_common.handoff.destination import Offer
 from pd_common.handoff.state import Progress, TransferState
 from pd_common.telemetry import spans
-from pd_common.types import BootstrapRoom, Instance, KvLayout, ProcessProof, RankInfo
+from pd_common.types import BootstrapRoom, Instance, KvLayout, ProcessProof, RankInfo, Role
 
 _T = TypeVar("_T")
 
 CALL_TIMEOUT_S = 5.0
 """For calls that only look something up or note something down."""
 
-_OPTIONS = (
+CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -50,9 +50,9 @@ _OPTIONS = (
 class Connection:
     """A channel to one address, shared by the clients below. Connects on the first call and again after each break."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, channel: grpc.aio.Channel | None = None) -> None:
         self.address = address
-        self.channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self.channel = channel or grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     async def close(self) -> None:
         """Cancels running calls."""
@@ -88,6 +88,17 @@ class Connection:
                 raise
             # Nobody cancelled the caller: the connection was closed under the call.
             raise PeerLost(f"{self.address}: the connection was closed", peer=self.address) from error
+
+
+class Dial(Protocol):
+    """Makes connections as this process is configured to; `role` is what the process at the address must be."""
+
+    def __call__(self, address: str, role: Role) -> Connection: ...
+
+
+def dial_plain(address: str, role: Role) -> Connection:  # noqa: ARG001  without TLS nobody can prove a role
+    """Without TLS."""
+    return Connection(address)
 
 
 class BootstrapClient:
@@ -160,10 +171,17 @@ class PeerClient:
 
     async def hold_receiver(self, receiver: Instance, sender: Instance) -> AsyncIterator[float]:
         """Beats, each with the seconds until the next; raises when the sender is gone."""
-        request = page_allocation_pb2.HoldReceiverRequest(
+        first = page_allocation_pb2.HoldReceiverRequest(
             receiver=convert.instance_to(receiver), sender=convert.instance_to(sender)
         )
-        async with aclosing(self._connection.stream(self._pages.HoldReceiver, request)) as beats:
+
+        async def own_beats() -> AsyncIterator[page_allocation_pb2.HoldReceiverRequest]:
+            yield first
+            while True:
+                await asyncio.sleep(0.5)
+                yield page_allocation_pb2.HoldReceiverRequest()
+
+        async with aclosing(self._connection.stream(self._pages.HoldReceiver, own_beats())) as beats:
             async for beat in beats:
                 yield convert.duration_from(beat.interval)
 
@@ -179,6 +197,7 @@ class PeerClient:
             decode_prefix_len=offer.decode_prefix_len,
             prompt_tokens=offer.prompt_tokens,
             prompt_digest=offer.prompt_digest,
+            ticket=offer.ticket,
             time_left=convert.duration_to(time_left_s),
         )
         response = await self._connection.call(self._pages.AllocatePages, request, metadata=spans.carried(parent))
@@ -193,6 +212,7 @@ class PeerClient:
         sequence: int,
         state: TransferState,
         progress: Progress,
+        ticket: bytes,
         failure: PdError | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> tuple[TransferState, PdError | None]:
@@ -207,16 +227,19 @@ class PeerClient:
             pages_done=progress.pages_done,
             bytes_done=progress.bytes_done,
             failure=to_status(failure) if failure else None,
+            ticket=ticket,
         )
         response = await self._connection.call(self._status.ReportTransfer, request, timeout=timeout_s)
         return convert.state_from(response.state), from_status(response.failure) if response.HasField(
             "failure"
         ) else None
 
-    async def abort_room(self, room: BootstrapRoom, message: str, recipient: Instance, timeout_s: float) -> None:
+    async def abort_room(
+        self, room: BootstrapRoom, message: str, recipient: Instance, *, ticket: bytes, timeout_s: float
+    ) -> None:
         """Returns when `recipient` will write nothing more of the room."""
         request = abort_pb2.AbortRoomRequest(
-            bootstrap_room=room, message=message, recipient=convert.instance_to(recipient)
+            bootstrap_room=room, message=message, recipient=convert.instance_to(recipient), ticket=ticket
         )
         await self._connection.call(self._abort.AbortRoom, request, timeout=timeout_s)
 
@@ -230,7 +253,9 @@ class GenerationClient:
         self._abort: Any = abort_pb2_grpc.AbortStub(connection.channel)
 
     async def get_model(self) -> ModelInfo:
-        return convert.model_from(await self._connection.call(self._stub.GetModel, generation_pb2.GetModelRequest()))
+        return convert_generation.model_from(
+            await self._connection.call(self._stub.GetModel, generation_pb2.GetModelRequest())
+        )
 
     async def tokenize_text(self, text: str) -> tuple[int, ...]:
         return await self._tokenize(generation_pb2.TokenizeRequest(text=text))
@@ -242,7 +267,7 @@ class GenerationClient:
         return await self._tokenize(generation_pb2.TokenizeRequest(chat=chat))
 
     async def submit(self, request: GenerationRequest, subscriber: str, parent: Context) -> None:
-        message = generation_pb2.SubmitRequest(request=convert.request_to(request), subscriber=subscriber)
+        message = generation_pb2.SubmitRequest(request=convert_generation.request_to(request), subscriber=subscriber)
         await self._connection.call(self._stub.Submit, message, metadata=spans.carried(parent))
 
     async def stream_outputs(self, subscriber: str) -> AsyncGenerator[tuple[Output, ...], None]:
@@ -250,10 +275,10 @@ class GenerationClient:
         request = generation_pb2.StreamOutputsRequest(subscriber=subscriber)
         async with aclosing(self._connection.stream(self._stub.StreamOutputs, request)) as responses:
             async for response in responses:
-                yield tuple(convert.output_from(output) for output in response.outputs)
+                yield tuple(convert_generation.output_from(output) for output in response.outputs)
 
-    async def abort_room(self, room: BootstrapRoom, message: str) -> None:
-        request = abort_pb2.AbortRoomRequest(bootstrap_room=room, message=message)
+    async def abort_room(self, room: BootstrapRoom, message: str, ticket: bytes = b"") -> None:
+        request = abort_pb2.AbortRoomRequest(bootstrap_room=room, message=message, ticket=ticket)
         await self._connection.call(self._abort.AbortRoom, request)
 
     async def _tokenize(self, request: generation_pb2.TokenizeRequest) -> tuple[int, ...]:

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from pd.v1 import generation_pb2, generation_pb2_grpc
 
-from pd_common.control import convert
+from pd_common.control import convert_generation
 from pd_common.control.outputs import OutputHub
-from pd_common.control.servicers import Call, RoomService
+from pd_common.control.rooms import Call, RoomService
 from pd_common.errors import ClientCancelled, InvalidRequest
 from pd_common.generation import ChatMessage, ModelInfo
 from pd_common.telemetry import spans
@@ -37,7 +37,7 @@ class EngineGenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._model = model
 
     async def GetModel(self, request: generation_pb2.GetModelRequest, context: Call) -> generation_pb2.GetModelResponse:
-        return convert.model_to(self._model.model_info)
+        return convert_generation.model_to(self._model.model_info)
 
     async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: Call) -> generation_pb2.TokenizeResponse:
         match request.WhichOneof("input"):
@@ -61,7 +61,9 @@ class EngineGenerationServicer(generation_pb2_grpc.GenerationServicer):
         try:
             yield generation_pb2.StreamOutputsResponse()
             async for outputs in self._hub.stream(request.subscriber):
-                yield generation_pb2.StreamOutputsResponse(outputs=[convert.output_to(output) for output in outputs])
+                yield generation_pb2.StreamOutputsResponse(
+                    outputs=[convert_generation.output_to(output) for output in outputs]
+                )
         finally:
             self._abandon(request.subscriber)
 
@@ -76,14 +78,14 @@ class EngineGenerationServicer(generation_pb2_grpc.GenerationServicer):
                 for output in outputs:
                     if output.error is not None:
                         raise output.error
-                    yield generation_pb2.GenerateResponse(output=convert.output_to(output))
+                    yield generation_pb2.GenerateResponse(output=convert_generation.output_to(output))
                 if outputs[-1].is_last:
                     return
         finally:
             self._abandon(subscriber)
 
     async def _submit(self, message: generation_pb2.GenerateRequest, subscriber: str, context: Call) -> None:
-        request = convert.request_from(message, await self._prompt_of(message))
+        request = convert_generation.request_from(message, await self._prompt_of(message))
         self._hub.require(subscriber)
         self._service.submit(request, spans.received(context.invocation_metadata(), request.room))
         self._hub.own(request.room, subscriber)

@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pd_common.control.http_server import HttpServer
-from pd_common.control.servicers import PoolStatus
+from pd_common.control.rooms import PoolStatus
 
 _log = logging.getLogger(__name__)
 

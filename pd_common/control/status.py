@@ -51,6 +51,7 @@ CODE_OF_REASON: dict[Reason, grpc.StatusCode] = {
     Reason.CLIENT_CANCELLED: grpc.StatusCode.CANCELLED,
     Reason.SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
     Reason.TRANSPORT_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Reason.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
     Reason.INTERNAL: grpc.StatusCode.INTERNAL,
 }
 
@@ -113,6 +114,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
                 _guard_unary(handler.unary_unary), handler.request_deserializer, handler.response_serializer
+            )
+        if handler.stream_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(
+                _guard_stream(handler.stream_stream), handler.request_deserializer, handler.response_serializer
             )
         return grpc.unary_stream_rpc_method_handler(
             _guard_stream(handler.unary_stream), handler.request_deserializer, handler.response_serializer

@@ -15,7 +15,8 @@ from pd_common.types import Instance, PageIndices
 class Offer:
     """What decode publishes for one room: pages in prompt order after the prefix it has already, and a metadata slot.
 
-    `receiver` is the decode process; `decode_prefix_len` counts tokens.
+    `receiver` is the decode process; `decode_prefix_len` counts tokens; `ticket` is the right to the room, shown with
+    every word on it.
     """
 
     receiver: Instance
@@ -24,6 +25,7 @@ class Offer:
     decode_prefix_len: int
     prompt_tokens: int
     prompt_digest: bytes
+    ticket: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ import click
 
 from pd_common import config
 from pd_common.control import metrics, process, server
+from pd_common.control.abort_servicer import AbortServicer
+from pd_common.control.clients import dial_plain
 from pd_common.control.generation_servicer import EngineGenerationServicer
-from pd_common.control.servicers import AbortServicer, TransferStatusServicer
+from pd_common.control.status_servicer import TransferStatusServicer
 from pd_common.runtime import Runtime
 from pd_common.types import Role
 from services.decode.drain import Drain
@@ -43,7 +45,7 @@ async def serve(options: dict[str, Any]) -> None:
     engine = own.engine
     prealloc = PreallocQueue(engine.pages, own.metadata)
     scheduler = DecodeScheduler(engine, own.hub, options["max_running_requests"])
-    drain = Drain(prealloc.release)
+    drain = Drain(prealloc.release, dial_plain)
     service = DecodeService(
         own.instance,
         engine,
@@ -66,7 +68,7 @@ async def serve(options: dict[str, Any]) -> None:
     )
     address = listen.advertised(await control.start(listen.host, listen.port))
     memory = OwnMemory(own.instance, address, engine.layout, own.pool, own.regions, own.metadata)
-    prefills = Prefills(memory, own.transport, service.prefill_lost, service.proven)
+    prefills = Prefills(memory, own.transport, service.prefill_lost, service.proven, dial_plain)
     service.use(prefills)
     exposed = metrics.served(service.pool_status, listen.host, options["metrics_port"])
     async with exposed, process.background(scheduler.run(), service.reap(), own.transport.watch()):

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from pd_common.control.clients import BootstrapClient, Connection, PeerClient
+from pd_common.control.clients import BootstrapClient, Connection, Dial, PeerClient
 from pd_common.errors import LayoutMismatch, PdError, PeerLost
 from pd_common.handoff.chunk import PoolBuffers
 from pd_common.handoff.metadata import ROW_BYTES, MetadataBuffers
 from pd_common.handoff.quarantine import Writer
 from pd_common.transport.base import InboundPort, MemoryRegion, Transport
-from pd_common.types import BootstrapAddress, Instance, KvLayout, ProcessProof, RankInfo
+from pd_common.types import BootstrapAddress, Instance, KvLayout, ProcessProof, RankInfo, Role
 
 _log = logging.getLogger(__name__)
 
@@ -68,11 +68,13 @@ class Prefills:
         transport: Transport,
         on_lost: Callable[[Prefill, PeerLost], None],
         proven: Callable[[Instance], Awaitable[None]],
+        dial: Dial,
     ) -> None:
         self._own = own
         self._transport = transport
         self._on_lost = on_lost
         self._proven = proven
+        self._dial = dial
         self._paired: dict[Instance, Prefill] = {}
         self._meetings: dict[Instance, asyncio.Task[Prefill]] = {}
         self._pairings: dict[BootstrapAddress, asyncio.Task[Prefill]] = {}
@@ -126,7 +128,7 @@ class Prefills:
         return prefill is not None and self.is_current(prefill)
 
     async def _pair(self, address: BootstrapAddress) -> Prefill:
-        bootstrap = Connection(address.target)
+        bootstrap = self._dial(address.target, Role.PREFILL)
         try:
             rank = _only_rank(await BootstrapClient(bootstrap).get_topology(), address)
         finally:
@@ -142,7 +144,7 @@ class Prefills:
 
     async def _meet(self, address: BootstrapAddress, rank: RankInfo) -> Prefill:
         await self._require_proofs(address, rank.instance)
-        connection = Connection(rank.control_address)
+        connection = self._dial(rank.control_address, Role.PREFILL)
         port = self._transport.listen(self._own.regions)
         try:
             prefill = await self._register(address, rank.instance, connection, port)

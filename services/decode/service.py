@@ -11,7 +11,7 @@ from opentelemetry.context import Context
 
 from pd_common.aio import RoomTask, drain_tasks, finished_even_if_cancelled
 from pd_common.control.outputs import OutputHub
-from pd_common.control.servicers import PoolStatus, TransferReport
+from pd_common.control.rooms import PoolStatus, TransferReport
 from pd_common.engine.engine import Engine
 from pd_common.engine.request import Sequence
 from pd_common.errors import (
@@ -238,6 +238,7 @@ class DecodeService:
             decode_prefix_len=0,
             prompt_tokens=len(request.prompt),
             prompt_digest=room.prompt_digest,
+            ticket=request.ticket,
         )
         digest = None if self._new_digest is None else self._new_digest()
         room.receiver = receiver = KVReceiver(request.room, offer, self._pool, self._metadata, digest)
@@ -285,7 +286,7 @@ class DecodeService:
             self.transfers.fail(number, error, time.monotonic())
             self._hub.publish([Output(number, error=error)])
             if room.prefill is not None and room.offered_to is None and not room.concluded.is_set():
-                self._drain.give_up(number, room.prefill, error)
+                self._drain.give_up(number, room.prefill, error, room.request.ticket)
         room.concluded.set()
         if room.answer is not None:
             await self._scheduler.leave(room.answer)
@@ -293,14 +294,14 @@ class DecodeService:
             await room.receiver.quiet()
         del self._rooms[number]
         if room.allocation is not None:
-            self._give_back(number, room.allocation, room.offered_to)
+            self._give_back(room, room.allocation)
         room.trace.end(error)
 
-    def _give_back(self, number: BootstrapRoom, allocation: Allocation, offered_to: Prefill | None) -> None:
-        if offered_to is None:
+    def _give_back(self, room: _Room, allocation: Allocation) -> None:
+        if room.offered_to is None:
             self._prealloc.release(allocation)
         else:
-            self._drain.hold(number, offered_to, allocation)
+            self._drain.hold(room.request.room, room.offered_to, allocation, room.request.ticket)
 
     def _pages_for(self, request: GenerationRequest) -> int:
         """Enough for the prompt and all of the answer but its last token, whose KV nobody needs."""

@@ -8,14 +8,12 @@ import click
 
 from pd_common import config
 from pd_common.control import metrics, process, server
-from pd_common.control.clients import BootstrapClient, Connection
+from pd_common.control.abort_servicer import AbortServicer
+from pd_common.control.bootstrap_servicer import BootstrapServicer
+from pd_common.control.clients import BootstrapClient, dial_plain
 from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.registry import Registry
-from pd_common.control.servicers import (
-    AbortServicer,
-    BootstrapServicer,
-    TransferStatusServicer,
-)
+from pd_common.control.status_servicer import TransferStatusServicer
 from pd_common.runtime import Runtime
 from pd_common.types import RankInfo, RankPosition, Role
 from services.prefill.membership import Membership
@@ -61,7 +59,7 @@ async def serve(options: dict[str, Any]) -> None:
         new_digest=own.new_digest if data.digest else None,
         only_fake=data.transfer_backend == "fake",
     )
-    receivers = Receivers(engine.layout, own.transport, service.receiver_lost)
+    receivers = Receivers(engine.layout, own.transport, service.receiver_lost, dial_plain)
     service.use(receivers)
     control = server.ControlServer(
         [
@@ -73,8 +71,9 @@ async def serve(options: dict[str, Any]) -> None:
         ]
     )
     address = listen.advertised(await control.start(listen.host, listen.port))
-    directory = Connection(address)
-    rank = RankInfo(own.instance, Role.PREFILL, RankPosition(), address, engine.layout)
+    data_plane = own.data_plane(listen.advertised_host)
+    directory = dial_plain(address, Role.PREFILL)
+    rank = RankInfo(own.instance, Role.PREFILL, RankPosition(), address, engine.layout, data_plane)
     membership = Membership(rank, BootstrapClient(directory))
     lease_s = await membership.join()
     exposed = metrics.served(service.pool_status, listen.host, options["metrics_port"])

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pd_common.control.clients import Connection, PeerClient
+from pd_common.control.clients import Connection, Dial, PeerClient
 from pd_common.errors import InvalidRequest, LayoutMismatch, PeerLost, ReceiverUnknown, StaleInstance
 from pd_common.handoff.destination import RemotePool
 from pd_common.transport.base import Channel, Transport
-from pd_common.types import Instance, KvLayout
+from pd_common.types import Instance, KvLayout, Role
 
 _log = logging.getLogger(__name__)
 
@@ -37,10 +37,13 @@ class Receiver:
 class Receivers:
     """At most one registration per control address, and one per process. `on_lost` is told when one ends."""
 
-    def __init__(self, layout: KvLayout, transport: Transport, on_lost: Callable[[Instance, PeerLost], None]) -> None:
+    def __init__(
+        self, layout: KvLayout, transport: Transport, on_lost: Callable[[Instance, PeerLost], None], dial: Dial
+    ) -> None:
         self._layout = layout
         self._transport = transport
         self._on_lost = on_lost
+        self._dial = dial
         self._by_instance: dict[Instance, Receiver] = {}
         self._registering = asyncio.Lock()
 
@@ -74,7 +77,7 @@ class Receivers:
             self._refuse_stale(instance, control_address)
             for other in (*self._at(control_address), *self._elsewhere(instance, control_address)):
                 await self.drop(other, "it registered again" if other.instance == instance else "it has restarted")
-            connection = Connection(control_address)
+            connection = self._dial(control_address, Role.DECODE)
             receiver = Receiver(instance, control_address, pool, channel, connection, PeerClient(connection))
             self._by_instance[instance] = receiver
             return receiver

@@ -29,6 +29,8 @@ class Reports:
         sequence: int,
         state: TransferState,
         progress: Progress,
+        *,
+        ticket: bytes,
         failure: PdError | None = None,
     ) -> tuple[TransferState, PdError | None]:
         """Says it once; gives the state that decode holds the room in, and why it failed there.
@@ -45,14 +47,17 @@ class Reports:
             state=state,
             progress=progress,
             failure=failure,
+            ticket=ticket,
         )
 
-    async def tell_failed(self, room: BootstrapRoom, receiver: Receiver, sequence: int, error: PdError) -> None:
+    async def tell_failed(
+        self, room: BootstrapRoom, receiver: Receiver, sequence: int, error: PdError, ticket: bytes
+    ) -> None:
         """Says it again while there is no answer; a decode that never gets it has its own deadline."""
         ends_s = time.monotonic() + _TELL_S
         while self._receivers.is_current(receiver) and time.monotonic() < ends_s:
             try:
-                await self.say(room, receiver, sequence, TransferState.FAILED, Progress(), error)
+                await self.say(room, receiver, sequence, TransferState.FAILED, Progress(), ticket=ticket, failure=error)
             except (PeerLost, DeadlineExceeded):
                 await asyncio.sleep(AGAIN_S)
             except PdError:

@@ -12,7 +12,7 @@ from opentelemetry.context import Context
 
 from pd_common.aio import RoomTask, drain_tasks
 from pd_common.control.outputs import OutputHub
-from pd_common.control.servicers import PoolStatus, TransferReport
+from pd_common.control.rooms import PoolStatus, TransferReport
 from pd_common.engine.engine import Engine
 from pd_common.engine.request import Sequence, validate_request
 from pd_common.errors import (
@@ -182,7 +182,8 @@ class PrefillService:
         if live is not None and live.task is not None:  # also when its record is gone: what counts is the last write
             await live.task.ended()
         elif offered is not None:
-            await self._reports.tell_failed(room, offered[1], 1, error)
+            destination, receiver = offered
+            await self._reports.tell_failed(room, receiver, 1, error, destination.offer.ticket)
         ended = self.transfers.find(room)
         return None if known is None or ended is None else ended.state
 
@@ -344,13 +345,15 @@ class PrefillService:
         if error is None or room.decode_told or not offered:
             return
         _, receiver = room.destination.result()
-        await self._reports.tell_failed(room.request.room, receiver, room.reports + 1, error)
+        await self._reports.tell_failed(room.request.room, receiver, room.reports + 1, error, room.request.ticket)
 
     async def _report(
         self, room: _Room, receiver: Receiver, state: TransferState, progress: Progress
     ) -> tuple[TransferState, PdError | None]:
         room.reports += 1
-        return await self._reports.say(room.request.room, receiver, room.reports, state, progress)
+        return await self._reports.say(
+            room.request.room, receiver, room.reports, state, progress, ticket=room.request.ticket
+        )
 
     # --- housekeeping ---
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from pd.v1 import page_allocation_pb2, page_allocation_pb2_grpc
 
 from pd_common.control import convert
-from pd_common.control.servicers import Call, check_recipient
-from pd_common.errors import InvalidRequest
+from pd_common.control.rooms import Call, check_recipient
+from pd_common.errors import InternalError, InvalidRequest
 from pd_common.handoff.chunk import PoolBuffers
 from pd_common.handoff.destination import Offer, RemotePool
 from pd_common.handoff.metadata import ROW_BYTES, Slot
@@ -46,8 +46,9 @@ class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
         )
 
     async def HoldReceiver(
-        self, request: page_allocation_pb2.HoldReceiverRequest, context: Call
+        self, request_iterator: AsyncIterator[page_allocation_pb2.HoldReceiverRequest], context: Call
     ) -> AsyncIterator[page_allocation_pb2.HoldReceiverResponse]:
+        request = await anext(request_iterator)
         check_recipient(request.sender, self._service.instance)
         receiver = self._receivers.get(convert.instance_from(request.receiver, "receiver"))
         receiver.held = True
@@ -57,6 +58,11 @@ class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
                 await asyncio.sleep(BEAT_S)
         finally:
             await self._receivers.drop(receiver, "its connection ended")
+
+    async def SendCanary(
+        self, request: page_allocation_pb2.SendCanaryRequest, context: Call
+    ) -> page_allocation_pb2.SendCanaryResponse:
+        raise InternalError("not there yet")
 
     async def AllocatePages(
         self, request: page_allocation_pb2.AllocatePagesRequest, context: Call
@@ -70,6 +76,7 @@ class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
             decode_prefix_len=request.decode_prefix_len,
             prompt_tokens=request.prompt_tokens,
             prompt_digest=request.prompt_digest,
+            ticket=request.ticket,
         )
         room = convert.room_from(request.bootstrap_room)
         time_left_s = convert.time_limit_from(request.time_left, "time_left")

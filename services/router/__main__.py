@@ -9,6 +9,7 @@ import click
 
 from pd_common import config
 from pd_common.control import process, server
+from pd_common.control.clients import dial_plain
 from pd_common.control.http_server import HttpServer
 from pd_common.telemetry import spans
 from pd_common.types import BootstrapAddress, Role
@@ -68,8 +69,8 @@ async def serve(
     """The wiring of one router process; returns when it has been stopped by a signal."""
     tracing = spans.configure("pd-router", f"router-{host}-{http_port}")
     changed = asyncio.Event()
-    prefill_workers = [Worker(Role.PREFILL, address, changed) for address in prefills]
-    decode_workers = [Worker(Role.DECODE, address, changed) for address in decodes]
+    prefill_workers = [Worker(Role.PREFILL, address, changed, dial_plain) for address in prefills]
+    decode_workers = [Worker(Role.DECODE, address, changed, dial_plain) for address in decodes]
     workers = [*prefill_workers, *decode_workers]
     policy = LeastRooms(prefill_workers, decode_workers)
     dispatcher = Dispatcher(policy)

@@ -75,10 +75,11 @@ class Dispatcher:
         legs = (pair.prefill, pair.decode)
         for leg in legs:
             leg.open(room, _sink(arrivals, leg.role))
+        leg_request = _leg_request(room, pair, request)
         error: PdError | None = None
         ended = False
         try:
-            await self._submit(legs, _leg_request(room, pair, request), trace)
+            await self._submit(legs, leg_request, trace)
             while not ended:
                 role, output = await arrivals.get()
                 if output.error is not None:
@@ -96,7 +97,7 @@ class Dispatcher:
             self._open.discard(room)
             if not ended:
                 error = error or ClientCancelled("the client went away", room=room)
-                self._abort(legs, room, error)
+                self._abort(legs, leg_request, error)
             trace.end(error)
 
     async def _submit(self, legs: Sequence[Worker], request: GenerationRequest, trace: RoomTrace) -> None:
@@ -109,10 +110,10 @@ class Dispatcher:
                 raise answer
         trace.leave()
 
-    def _abort(self, legs: Sequence[Worker], room: BootstrapRoom, error: PdError) -> None:
+    def _abort(self, legs: Sequence[Worker], request: GenerationRequest, error: PdError) -> None:
         """Ends both legs without keeping the client waiting; the tasks are held until they are done."""
         for leg in legs:
-            task = asyncio.create_task(leg.abort(room, error.message))
+            task = asyncio.create_task(leg.abort(request.room, error.message, request.ticket))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from pd_common.control.convert import DEFAULT_MAX_NEW_TOKENS
+from pd_common.control.convert_generation import DEFAULT_MAX_NEW_TOKENS
 from pd_common.errors import InvalidRequest
 from pd_common.generation import (
     MAX_TOP_LOGPROBS,

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from starlette.requests import Request
 
-from pd_common.control.convert import DEFAULT_BOOTSTRAP_PORT
+from pd_common.control.convert_generation import DEFAULT_BOOTSTRAP_PORT
 from pd_common.errors import InvalidRequest
 from pd_common.types import MAX_ROOM, BootstrapAddress, BootstrapRoom
 from services.router.backend import Backend

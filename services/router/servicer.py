@@ -10,8 +10,8 @@ from opentelemetry import context as otel_context
 from opentelemetry import propagate
 from pd.v1 import generation_pb2, generation_pb2_grpc
 
-from pd_common.control import convert
-from pd_common.control.servicers import Call
+from pd_common.control import convert, convert_generation
+from pd_common.control.rooms import Call
 from pd_common.errors import InvalidRequest
 from pd_common.generation import ChatMessage, ClientRequest
 from pd_common.types import BootstrapAddress
@@ -27,7 +27,7 @@ class RouterGenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._backend = backend
 
     async def GetModel(self, request: generation_pb2.GetModelRequest, context: Call) -> generation_pb2.GetModelResponse:
-        return convert.model_to(await self._backend.model())
+        return convert_generation.model_to(await self._backend.model())
 
     async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: Call) -> generation_pb2.TokenizeResponse:
         match request.WhichOneof("input"):
@@ -56,7 +56,7 @@ class RouterGenerationServicer(generation_pb2_grpc.GenerationServicer):
         otel_context.attach(propagate.extract(dict(context.invocation_metadata() or ())))
         async with aclosing(self._backend.generate(await self._client_request(request))) as outputs:
             async for output in outputs:
-                yield generation_pb2.GenerateResponse(output=convert.output_to(output))
+                yield generation_pb2.GenerateResponse(output=convert_generation.output_to(output))
 
     async def _client_request(self, message: generation_pb2.GenerateRequest) -> ClientRequest:
         match message.WhichOneof("prompt"):
@@ -68,17 +68,17 @@ class RouterGenerationServicer(generation_pb2_grpc.GenerationServicer):
                 raise InvalidRequest("give text or input_ids", field="text")
         return ClientRequest(
             prompt=prompt,
-            sampling=convert.sampling_from(message.sampling_params),
+            sampling=convert_generation.sampling_from(message.sampling_params),
             rid=message.rid or None,
             room=convert.room_from(message.bootstrap_room) if message.bootstrap_room else None,
             bootstrap=_bootstrap(message),
             return_logprob=message.return_logprob,
             top_logprobs=message.top_logprobs_num,
-            timeout_s=convert.timeout_from(message),
+            timeout_s=convert_generation.timeout_from(message),
         )
 
 
 def _bootstrap(message: generation_pb2.GenerateRequest) -> BootstrapAddress | None:
     if not message.bootstrap_host:
         return None
-    return BootstrapAddress(message.bootstrap_host, message.bootstrap_port or convert.DEFAULT_BOOTSTRAP_PORT)
+    return BootstrapAddress(message.bootstrap_host, message.bootstrap_port or convert_generation.DEFAULT_BOOTSTRAP_PORT)

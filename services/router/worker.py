@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from opentelemetry.context import Context
 
-from pd_common.control.clients import Connection, GenerationClient
+from pd_common.control.clients import Dial, GenerationClient
 from pd_common.errors import NoWorkers, PdError, PeerLost
 from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo, Output
 from pd_common.types import BootstrapAddress, BootstrapRoom, Role
@@ -28,14 +28,14 @@ class Worker:
     set whenever it comes or goes.
     """
 
-    def __init__(self, role: Role, address: BootstrapAddress, changed: asyncio.Event) -> None:
+    def __init__(self, role: Role, address: BootstrapAddress, changed: asyncio.Event, dial: Dial) -> None:
         self.role = role
         self.address = address
         self.model: ModelInfo | None = None
         self.proven = False
         self.why_not = "not connected yet"
         self._changed = changed
-        self._connection = Connection(address.target)
+        self._connection = dial(address.target, role)
         self._client = GenerationClient(self._connection)
         self._subscriber: str | None = None
         self._sinks: dict[BootstrapRoom, Sink] = {}
@@ -69,10 +69,10 @@ class Worker:
             raise NoWorkers(f"{self.role.value} {self.address.target} is not connected: {self.why_not}")
         await self._client.submit(request, self._subscriber, parent)
 
-    async def abort(self, room: BootstrapRoom, message: str) -> None:
+    async def abort(self, room: BootstrapRoom, message: str, ticket: bytes) -> None:
         """Ends the room there; a worker that is gone has ended it already."""
         try:
-            await self._client.abort_room(room, message)
+            await self._client.abort_room(room, message, ticket)
         except PdError as error:
             _log.info("%s %s: room %s not aborted: %s", self.role.value, self.address.target, room, error.message)
 

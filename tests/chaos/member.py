@@ -23,7 +23,7 @@ from pd_common.transport.ucx.transport import UcxTransport
 from pd_common.types import PageIndices, RankInfo, RankPosition, Role
 from services.prefill import servicers
 from services.prefill.membership import Membership
-from tests.control.serving import LOOPBACK
+from tests.control.serving import DATA_PLANE, LOOPBACK
 from tests.services.byte_engine import ByteEngine
 from tests.services.lives import DecodeLife, Life, PrefillLife, Real
 
@@ -126,7 +126,7 @@ class Member:
         if isinstance(life, DecodeLife):
             life.wire(address)
         else:
-            rank = RankInfo(life.instance, Role.PREFILL, RankPosition(), address, life.engine.layout)
+            rank = RankInfo(life.instance, Role.PREFILL, RankPosition(), address, life.engine.layout, DATA_PLANE)
             membership = Membership(rank, BootstrapClient(Connection(address)))
             works.append(membership.stay(await membership.join()))
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._obey)

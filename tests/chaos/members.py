@@ -16,7 +16,7 @@ from typing import Any
 
 from pd.v1 import generation_pb2, generation_pb2_grpc, transfer_status_pb2, transfer_status_pb2_grpc
 
-from pd_common.control import convert
+from pd_common.control import convert_generation
 from pd_common.control.clients import Connection
 from pd_common.errors import PdError, Reason
 from pd_common.generation import GenerationRequest, SamplingParams
@@ -116,7 +116,7 @@ class Member:
         try:
             with self.connection.typed_errors():
                 call: AsyncIterator[generation_pb2.GenerateResponse] = stub.Generate(
-                    convert.request_to(request), timeout=request.timeout_s + PATIENCE_S
+                    convert_generation.request_to(request), timeout=request.timeout_s + PATIENCE_S
                 )
                 async for response in call:
                     tokens += response.output.token_ids

@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pd_common.control import server
+from pd_common.control.abort_servicer import AbortServicer
 from pd_common.control.clients import Connection, GenerationClient
 from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.outputs import OutputHub
-from pd_common.control.servicers import AbortServicer, TransferStatusServicer
+from pd_common.control.status_servicer import TransferStatusServicer
 from tests.control.fake_rooms import FakeModel, FakeRooms
 from tests.control.serving import serving
 

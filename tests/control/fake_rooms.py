@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from opentelemetry.context import Context
 
 from pd_common.control.outputs import OutputHub
-from pd_common.control.servicers import PoolStatus, TransferReport
+from pd_common.control.rooms import PoolStatus, TransferReport
 from pd_common.errors import InvalidRequest, PdError
 from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo, Output
 from pd_common.handoff.quarantine import Held

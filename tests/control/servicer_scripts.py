@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from pd.v1 import generation_pb2, generation_pb2_grpc
 
-from pd_common.control.servicers import Call
+from pd_common.control.rooms import Call
 
 
 class FailingServicer(generation_pb2_grpc.GenerationServicer):

@@ -9,11 +9,13 @@ from typing import TypeVar
 from pd_common.control.clients import Connection
 from pd_common.control.server import ControlServer, Service
 from pd_common.generation import GenerationRequest, SamplingParams
-from pd_common.types import BootstrapAddress, BootstrapRoom, BufferKind, BufferSpec, KvLayout
+from pd_common.types import BootstrapAddress, BootstrapRoom, BufferKind, BufferSpec, DataPlane, KvLayout
 
 _T = TypeVar("_T")
 
 LOOPBACK = "127.0.0.1"
+
+DATA_PLANE = DataPlane("ucx", "1.21", LOOPBACK, ("cma", "tcp"))
 
 LAYOUT = KvLayout(
     model="digest-of-a-model",

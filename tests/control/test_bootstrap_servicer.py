@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from pd.v1 import bootstrap_pb2, bootstrap_pb2_grpc, types_pb2
 
-from pd_common.control import convert, server, servicers
+from pd_common.control import convert, server
+from pd_common.control.bootstrap_servicer import BootstrapServicer
 from pd_common.control.clients import BootstrapClient, Connection
 from pd_common.control.registry import Registry
-from pd_common.control.servicers import BootstrapServicer
 from pd_common.errors import InvalidRequest, LayoutMismatch, StaleInstance, TopologyIncomplete
 from pd_common.types import Instance, RankInfo, RankPosition, Role
-from tests.control.serving import LAYOUT, serving, typed
+from tests.control.serving import DATA_PLANE, LAYOUT, serving, typed
 
 LEASE_S = 3600.0
 
-ALONE = RankInfo(Instance("a", 1), Role.PREFILL, RankPosition(), "a:8998", LAYOUT)
+ALONE = RankInfo(Instance("a", 1), Role.PREFILL, RankPosition(), "a:8998", LAYOUT, DATA_PLANE)
 RESTARTED = replace(ALONE, instance=Instance("a2", 2))
 FIRST = replace(ALONE, position=RankPosition(tp_rank=0, tp_size=2))
 SECOND = replace(FIRST, instance=Instance("b", 1), position=RankPosition(tp_rank=1, tp_size=2))
@@ -101,7 +101,7 @@ async def test_a_watcher_sees_the_end_of_a_lease_although_nobody_says_anything(
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(servicers, "time", clock)
+    monkeypatch.setattr(bootstrap_servicer, "time", clock)
     async with serving(server.bootstrap(BootstrapServicer(Registry(lease_s=0.02)))) as connection:
         await BootstrapClient(connection).register_rank(ALONE)
         stub: Any = bootstrap_pb2_grpc.BootstrapStub(connection.channel)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pd.v1 import bootstrap_pb2, generation_pb2, types_pb2
 
-from pd_common.control import convert
+from pd_common.control import convert, convert_generation
 from pd_common.errors import ERROR_OF_REASON, InvalidRequest, PdError
 from pd_common.generation import (
     FinishReason,
@@ -34,7 +34,7 @@ from pd_common.types import (
     RankPosition,
     Role,
 )
-from tests.control.serving import LAYOUT, make_request
+from tests.control.serving import DATA_PLANE, LAYOUT, make_request
 
 on_any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """How long an example takes says nothing here."""
@@ -122,16 +122,16 @@ def test_a_rank_survives_the_wire(rank: RankInfo) -> None:
 @on_any_machine
 @given(samplings)
 def test_sampling_rules_survive_the_wire(sampling: SamplingParams) -> None:
-    wire = convert.sampling_to(sampling).SerializeToString()
-    assert convert.sampling_from(generation_pb2.SamplingParams.FromString(wire)) == sampling
+    wire = convert_generation.sampling_to(sampling).SerializeToString()
+    assert convert_generation.sampling_from(generation_pb2.SamplingParams.FromString(wire)) == sampling
 
 
 @on_any_machine
 @given(requests)
 def test_a_request_survives_the_wire(request: GenerationRequest) -> None:
-    wire = convert.request_to(request).SerializeToString()
+    wire = convert_generation.request_to(request).SerializeToString()
     message = generation_pb2.GenerateRequest.FromString(wire)
-    got = convert.request_from(message, message.input_ids.ids)
+    got = convert_generation.request_from(message, message.input_ids.ids)
     assert got.timeout_s == pytest.approx(request.timeout_s, rel=1e-12, abs=2e-9)
     assert replace(got, timeout_s=request.timeout_s) == request
 
@@ -139,8 +139,8 @@ def test_a_request_survives_the_wire(request: GenerationRequest) -> None:
 @on_any_machine
 @given(pieces)
 def test_a_piece_of_an_answer_survives_the_wire(output: Output) -> None:
-    wire = convert.output_to(output).SerializeToString()
-    got = convert.output_from(generation_pb2.Output.FromString(wire))
+    wire = convert_generation.output_to(output).SerializeToString()
+    got = convert_generation.output_from(generation_pb2.Output.FromString(wire))
     assert got == output
     assert got.is_last == output.is_last
 
@@ -148,7 +148,7 @@ def test_a_piece_of_an_answer_survives_the_wire(output: Output) -> None:
 @pytest.mark.parametrize("cls", ERROR_OF_REASON.values(), ids=lambda cls: cls.__name__)
 def test_a_failed_piece_carries_its_error(cls: type[PdError]) -> None:
     sent = Output(BootstrapRoom(5), error=cls("what happened", room=5))
-    got = convert.output_from(convert.output_to(sent))
+    got = convert_generation.output_from(convert_generation.output_to(sent))
     assert type(got.error) is cls
     assert (got.error.message, got.error.metadata) == ("what happened", {"room": "5"})
     assert got.is_last
@@ -158,8 +158,8 @@ def test_a_failed_piece_carries_its_error(cls: type[PdError]) -> None:
 @on_any_machine
 @given(models)
 def test_what_is_known_of_a_model_survives_the_wire(model: ModelInfo) -> None:
-    wire = convert.model_to(model).SerializeToString()
-    assert convert.model_from(generation_pb2.GetModelResponse.FromString(wire)) == model
+    wire = convert_generation.model_to(model).SerializeToString()
+    assert convert_generation.model_from(generation_pb2.GetModelResponse.FromString(wire)) == model
 
 
 @on_any_machine
@@ -176,7 +176,7 @@ def test_a_state_survives_the_wire(state: TransferState) -> None:
 
 def test_fields_that_a_client_leaves_out_take_the_documented_defaults() -> None:
     message = generation_pb2.GenerateRequest(bootstrap_room=5, bootstrap_host="h")
-    got = convert.request_from(message, [7])
+    got = convert_generation.request_from(message, [7])
     assert got == GenerationRequest(
         rid="room-5",
         room=BootstrapRoom(5),
@@ -189,7 +189,7 @@ def test_fields_that_a_client_leaves_out_take_the_documented_defaults() -> None:
 
 def test_a_zero_that_a_client_states_is_not_taken_for_a_field_left_out() -> None:
     message = generation_pb2.SamplingParams(max_new_tokens=0, temperature=0.0, top_p=0.0, seed=0)
-    got = convert.sampling_from(message)
+    got = convert_generation.sampling_from(message)
     assert (got.max_new_tokens, got.temperature, got.top_p, got.seed) == (0, 0.0, 0.0, 0)
 
 
@@ -228,8 +228,8 @@ def test_what_a_transfer_does_not_have_is_not_set_on_the_wire() -> None:
     assert message.rid == ""
 
 
-REQUEST = convert.request_to(make_request())
-RANK = convert.rank_to(RankInfo(Instance("p", 1), Role.PREFILL, RankPosition(), "h:1", LAYOUT))
+REQUEST = convert_generation.request_to(make_request())
+RANK = convert.rank_to(RankInfo(Instance("p", 1), Role.PREFILL, RankPosition(), "h:1", LAYOUT, DATA_PLANE))
 
 
 def changed_request(**changes: Any) -> generation_pb2.GenerateRequest:
@@ -270,7 +270,7 @@ def test_a_request_that_cannot_be_meant_is_refused_by_its_field(
     message: generation_pb2.GenerateRequest, field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        convert.request_from(message, [1])
+        convert_generation.request_from(message, [1])
     assert raised.value.metadata["field"] == field
 
 
@@ -321,7 +321,7 @@ def test_a_number_that_is_no_room_is_refused(value: int) -> None:
 
 
 def test_an_unknown_finish_reason_does_not_make_an_answer_endless() -> None:
-    got = convert.output_from(generation_pb2.Output(bootstrap_room=5, finish_reason=77))  # type: ignore[arg-type]
+    got = convert_generation.output_from(generation_pb2.Output(bootstrap_room=5, finish_reason=77))  # type: ignore[arg-type]
     assert got.is_last
 
 
@@ -335,11 +335,17 @@ def test_time_that_is_over_is_sent_as_none_left() -> None:
     assert convert.duration_from(convert.duration_to(-3.0)) == 0.0
 
 
+def _another(value: Any) -> Any:
+    if isinstance(value, tuple | str):
+        return value[:1] if value else (StateKind.RECURRENT,)
+    return value + 1
+
+
 def test_a_layout_mismatch_names_the_first_field_that_differs() -> None:
     """Every field of a layout counts (I10), also after the wire."""
     for field in fields(KvLayout):
         value: Any = getattr(LAYOUT, field.name)
-        changed: dict[str, Any] = {field.name: value[:1] if isinstance(value, tuple | str) else value + 1}
+        changed: dict[str, Any] = {field.name: _another(value)}
         other = replace(LAYOUT, **changed)
         mismatch = LAYOUT.first_mismatch(convert.layout_from(convert.layout_to(other)))
         assert mismatch is not None

@@ -9,7 +9,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from pd.v1 import generation_pb2, generation_pb2_grpc
 
-from pd_common.control import convert
+from pd_common.control import convert_generation
 from pd_common.control.clients import Connection, GenerationClient
 from pd_common.control.outputs import OutputHub
 from pd_common.errors import ClientCancelled, InvalidRequest, PeerLost, RoomInUse
@@ -47,7 +47,7 @@ class Subscription:
 
     async def next_step(self) -> tuple[Output, ...]:
         message = await soon(self._call.read())
-        return tuple(convert.output_from(output) for output in message.outputs)
+        return tuple(convert_generation.output_from(output) for output in message.outputs)
 
     def cancel(self) -> None:
         self._call.cancel()
@@ -210,7 +210,7 @@ async def test_a_client_that_closes_its_stream_ends_the_call(rooms: FakeRooms, c
 
 
 def message_of(room: int, **changes: Any) -> generation_pb2.GenerateRequest:
-    message = convert.request_to(make_request(room))
+    message = convert_generation.request_to(make_request(room))
     for field in changes:
         message.ClearField(field)
     message.MergeFrom(generation_pb2.GenerateRequest(**changes))
@@ -223,7 +223,7 @@ async def test_generate_gives_the_answer_and_ends(rooms: FakeRooms, hub: OutputH
     assert request == make_request(ONE)
     hub.publish([piece(ONE, 1), piece(TWO, 2)])
     hub.publish([last(ONE)])
-    assert [convert.output_from(response.output) async for response in call] == [piece(ONE, 1), last(ONE)]
+    assert [convert_generation.output_from(response.output) async for response in call] == [piece(ONE, 1), last(ONE)]
     assert rooms.abandoned.empty()
 
 
@@ -241,7 +241,7 @@ async def test_a_failure_while_generating_ends_the_call_with_that_error(
     call = stub.Generate(message_of(ONE))
     await soon(rooms.submitted.get())
     hub.publish([piece(ONE, 1)])
-    assert convert.output_from((await call.read()).output) == piece(ONE, 1)
+    assert convert_generation.output_from((await call.read()).output) == piece(ONE, 1)
     hub.publish([Output(ONE, error=PeerLost("prefill is gone"))])
     with pytest.raises(PeerLost, match="prefill is gone"):
         await typed(engine, call.read())
@@ -303,7 +303,7 @@ async def test_a_room_in_generate_sees_nothing_of_its_neighbours(
     for _ in calls:
         await soon(rooms.submitted.get())
     hub.publish([last(ONE), Output(TWO, error=PeerLost("gone"))])
-    assert [convert.output_from(response.output) async for response in calls[ONE]] == [last(ONE)]
+    assert [convert_generation.output_from(response.output) async for response in calls[ONE]] == [last(ONE)]
     with pytest.raises(PeerLost, match="gone"):
         await typed(engine, calls[TWO].read())
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from pd_common.control import metrics
-from pd_common.control.servicers import PoolStatus
+from pd_common.control.rooms import PoolStatus
 from pd_common.errors import InvalidRequest
 from tests.control.serving import LOOPBACK
 

@@ -8,7 +8,7 @@ import pytest
 from pd_common.control.registry import Registry
 from pd_common.errors import InvalidRequest, LayoutMismatch, PdError, StaleInstance, TopologyIncomplete
 from pd_common.types import BootstrapRoom, Instance, KvLayout, RankInfo, RankPosition, Role
-from tests.control.serving import LAYOUT
+from tests.control.serving import DATA_PLANE, LAYOUT
 
 LEASE_S = 10.0
 DP_ENTRY_S = 120.0
@@ -20,7 +20,7 @@ DP0 = RankPosition(dp_rank=0, dp_size=2)
 
 
 def rank(name: str, epoch: int = 1, position: RankPosition = ALONE, layout: KvLayout = LAYOUT) -> RankInfo:
-    return RankInfo(Instance(name, epoch), Role.PREFILL, position, f"{name}:8998", layout)
+    return RankInfo(Instance(name, epoch), Role.PREFILL, position, f"{name}:8998", layout, DATA_PLANE)
 
 
 Act = Callable[[Registry, float], object]

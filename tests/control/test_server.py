@@ -14,9 +14,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pd_common.control import server
+from pd_common.control.abort_servicer import AbortServicer
 from pd_common.control.clients import Connection, GenerationClient
 from pd_common.control.server import ControlServer
-from pd_common.control.servicers import AbortServicer
 from pd_common.errors import InvalidRequest, PeerLost
 from pd_common.types import BootstrapAddress
 from tests.control.fake_rooms import FakeRooms

@@ -11,7 +11,7 @@ from pd.v1 import abort_pb2, abort_pb2_grpc, transfer_status_pb2, transfer_statu
 
 from pd_common.control import convert
 from pd_common.control.clients import Connection, GenerationClient, PeerClient
-from pd_common.control.servicers import PoolStatus
+from pd_common.control.rooms import PoolStatus
 from pd_common.errors import InvalidRequest, RoomAborted, RoomUnknown, StaleInstance, TransferFailed
 from pd_common.handoff.state import Progress, Transfer, TransferState
 from pd_common.telemetry import spans
@@ -204,6 +204,7 @@ async def test_a_report_says_where_the_room_stands_afterwards(rooms: FakeRooms, 
         sequence=1,
         state=TransferState.TRANSFERRING,
         progress=Progress(1, 2, 3),
+        ticket=b"",
     )
     assert (state, failure) == (TransferState.TRANSFERRING, None)
     assert rooms.transfers.get(room).progress == Progress(1, 2, 3)
@@ -214,6 +215,7 @@ async def test_a_report_says_where_the_room_stands_afterwards(rooms: FakeRooms, 
         sequence=2,
         state=TransferState.FAILED,
         progress=Progress(),
+        ticket=b"",
         failure=FAILURE,
     )
     assert state is TransferState.FAILED
@@ -235,6 +237,7 @@ async def test_a_report_for_another_life_is_refused_and_not_looked_at(
             sequence=1,
             state=TransferState.TRANSFERRING,
             progress=Progress(),
+            ticket=b"",
         )
     assert raised.value.metadata["expected"] == "decode-0/7"
     assert rooms.reports == []
@@ -275,9 +278,9 @@ async def test_aborting_a_room_before_its_request_comes_keeps_it_out(
 async def test_an_abort_for_another_life_is_refused(rooms: FakeRooms, peer: PeerClient) -> None:
     room = open_room(rooms, 5)
     with pytest.raises(StaleInstance):
-        await peer.abort_room(room, "enough", Instance("decode-0", 6), timeout_s=10.0)
+        await peer.abort_room(room, "enough", Instance("decode-0", 6), ticket=b"", timeout_s=10.0)
     assert not rooms.transfers.get(room).state.is_final
-    await peer.abort_room(room, "enough", rooms.instance, timeout_s=10.0)
+    await peer.abort_room(room, "enough", rooms.instance, ticket=b"", timeout_s=10.0)
     assert rooms.transfers.get(room).state.is_final
 
 

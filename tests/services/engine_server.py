@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from pd_common.control import server
+from pd_common.control.abort_servicer import AbortServicer
+from pd_common.control.clients import dial_plain
 from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.outputs import OutputHub
 from pd_common.control.server import ControlServer
-from pd_common.control.servicers import AbortServicer
 from pd_common.generation import FinishReason, GenerationRequest, Output, Usage
 from pd_common.types import BootstrapAddress, BootstrapRoom, Role
 from services.router.worker import Worker
@@ -113,8 +114,10 @@ class Cluster:
     async def start(self) -> None:
         for engine in self.servers:
             await engine.start()
-        self.prefills = [Worker(Role.PREFILL, engine.address, self.changed) for engine in self.prefill_servers]
-        self.decodes = [Worker(Role.DECODE, engine.address, self.changed) for engine in self.decode_servers]
+        self.prefills = [
+            Worker(Role.PREFILL, engine.address, self.changed, dial_plain) for engine in self.prefill_servers
+        ]
+        self.decodes = [Worker(Role.DECODE, engine.address, self.changed, dial_plain) for engine in self.decode_servers]
         self.workers = [*self.prefills, *self.decodes]
         self._runs = [asyncio.create_task(worker.run()) for worker in self.workers]
         for worker in self.workers:

@@ -7,14 +7,13 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, cast
 
+from pd_common.control.abort_servicer import AbortServicer
+from pd_common.control.bootstrap_servicer import BootstrapServicer
+from pd_common.control.clients import dial_plain
 from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.outputs import OutputHub
 from pd_common.control.registry import Registry
-from pd_common.control.servicers import (
-    AbortServicer,
-    BootstrapServicer,
-    TransferStatusServicer,
-)
+from pd_common.control.status_servicer import TransferStatusServicer
 from pd_common.engine.engine import Engine
 from pd_common.handoff.metadata import MetadataBuffers
 from pd_common.handoff.table import TransferTable
@@ -78,7 +77,7 @@ class PrefillLife:
             self.hub,
             new_digest=self.engine.pool.new_digest,
         )
-        self.receivers = Receivers(self.engine.layout, self.transport, self.service.receiver_lost)
+        self.receivers = Receivers(self.engine.layout, self.transport, self.service.receiver_lost, dial_plain)
         self.service.use(self.receivers)
         self.servicers: dict[str, Any] = {
             "bootstrap": BootstrapServicer(Registry()),
@@ -123,7 +122,7 @@ class DecodeLife:
         self.transfers = TransferTable(Role.DECODE, retention_s, max_finished=1000)
         self.prealloc = PreallocQueue(self.engine.pages, self.metadata)
         self.scheduler = DecodeScheduler(engine, self.hub, max_running=slots)
-        self.drain = Drain(self.prealloc.release)
+        self.drain = Drain(self.prealloc.release, dial_plain)
         self.service = DecodeService(
             self.instance,
             engine,
@@ -146,7 +145,7 @@ class DecodeLife:
         """Once it is known where this process is reached."""
         pool = self.engine.pool.buffers
         own = OwnMemory(self.instance, address, self.engine.layout, pool, self.regions, self.metadata)
-        self.prefills = Prefills(own, self.transport, self.service.prefill_lost, self.service.proven)
+        self.prefills = Prefills(own, self.transport, self.service.prefill_lost, self.service.proven, dial_plain)
         self.service.use(self.prefills)
 
     def works(self) -> tuple[Coroutine[Any, Any, None], ...]:

@@ -23,7 +23,7 @@ from pd_common.handoff.table import TransferTable
 from pd_common.transport.base import Transport
 from pd_common.transport.loopback import Faults, LoopbackNetwork
 from pd_common.types import BootstrapAddress, BootstrapRoom, RankInfo, RankPosition, Role
-from tests.control.serving import LOOPBACK
+from tests.control.serving import DATA_PLANE, LOOPBACK
 from tests.services.byte_engine import answer_tokens
 from tests.services.lives import DecodeLife, Life, PrefillLife, Real
 from tests.services.tap import Tap
@@ -132,7 +132,9 @@ class Node:
         if isinstance(life, DecodeLife):
             life.wire(self.address.target)
         else:
-            rank = RankInfo(life.instance, Role.PREFILL, RankPosition(), self.address.target, life.engine.layout)
+            rank = RankInfo(
+                life.instance, Role.PREFILL, RankPosition(), self.address.target, life.engine.layout, DATA_PLANE
+            )
             await BootstrapClient(self.connection).register_rank(rank)
         self._works += [asyncio.create_task(work) for work in life.works()]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from opentelemetry.context import Context
 
-from pd_common.control.servicers import TransferReport
+from pd_common.control.rooms import TransferReport
 from pd_common.errors import (
     DeadlineExceeded,
     DigestMismatch,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pd_common.control.clients import dial_plain
 from pd_common.errors import (
     InvalidRequest,
     LayoutMismatch,
@@ -83,7 +84,7 @@ class Prefill:
     def __init__(self) -> None:
         self.transport = FakeTransport()
         self.lost: list[Instance] = []
-        self.receivers = Receivers(LAYOUT, self.transport, self._note)
+        self.receivers = Receivers(LAYOUT, self.transport, self._note, dial_plain)
 
     def _note(self, instance: Instance, error: PeerLost) -> None:
         assert error.metadata["peer"] in (HERE, THERE)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pd_common.control.clients import Connection
+from pd_common.control.clients import Connection, dial_plain
 from pd_common.control.server import ControlServer
 from pd_common.errors import CapacityExceeded, InvalidRequest, NoWorkers, TransferFailed
 from pd_common.generation import ClientRequest, SamplingParams
@@ -130,8 +130,8 @@ async def test_a_prefill_can_be_asked_for_by_its_address(make: Make) -> None:
 
 async def test_without_workers_the_error_says_what_is_the_matter_with_each() -> None:
     changed = asyncio.Event()
-    prefill = Worker(Role.PREFILL, BootstrapAddress("p", 1), changed)
-    decode = Worker(Role.DECODE, BootstrapAddress("d", 2), changed)
+    prefill = Worker(Role.PREFILL, BootstrapAddress("p", 1), changed, dial_plain)
+    decode = Worker(Role.DECODE, BootstrapAddress("d", 2), changed, dial_plain)
     dispatcher = Dispatcher(LeastRooms([prefill], [decode]))
     assert not dispatcher.is_ready
     assert dispatcher.not_ready_reason() == "p:1: not connected yet; d:2: not connected yet"

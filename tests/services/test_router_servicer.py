@@ -9,7 +9,7 @@ import grpc
 import pytest
 from pd.v1 import generation_pb2, generation_pb2_grpc
 
-from pd_common.control import convert, server
+from pd_common.control import convert, convert_generation, server
 from pd_common.control.clients import Connection, GenerationClient
 from pd_common.errors import InvalidRequest, NoWorkers
 from pd_common.generation import ChatMessage, ClientRequest, SamplingParams
@@ -39,7 +39,7 @@ async def stub(connection: Connection) -> Any:
 
 async def test_an_answer_is_relayed_piece_by_piece(backend: ScriptedBackend, stub: Any) -> None:
     call = stub.Generate(generation_pb2.GenerateRequest(input_ids=IDS))
-    assert [convert.output_from(response.output) async for response in call] == list(HELLO)
+    assert [convert_generation.output_from(response.output) async for response in call] == list(HELLO)
     assert backend.requests == [ClientRequest((1, 2), SamplingParams(max_new_tokens=128))]
 
 
@@ -73,7 +73,7 @@ async def test_everything_a_client_may_state_reaches_the_backend(backend: Script
 async def test_a_failure_is_the_status_of_the_call(backend: ScriptedBackend, connection: Connection, stub: Any) -> None:
     backend.script = [HELLO[0], NoWorkers("no usable decode", role="decode")]
     call = stub.Generate(generation_pb2.GenerateRequest(input_ids=IDS))
-    assert convert.output_from((await call.read()).output) == HELLO[0]
+    assert convert_generation.output_from((await call.read()).output) == HELLO[0]
     with pytest.raises(NoWorkers, match="no usable decode"):
         await typed(connection, call.read())
 

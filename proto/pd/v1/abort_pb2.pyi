@@ -7,14 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AbortRoomRequest(_message.Message):
-    __slots__ = ("bootstrap_room", "message", "recipient")
+    __slots__ = ("bootstrap_room", "message", "recipient", "ticket")
     BOOTSTRAP_ROOM_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RECIPIENT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     bootstrap_room: int
     message: str
     recipient: _types_pb2.Instance
-    def __init__(self, bootstrap_room: _Optional[int] = ..., message: _Optional[str] = ..., recipient: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ...) -> None: ...
+    ticket: bytes
+    def __init__(self, bootstrap_room: _Optional[int] = ..., message: _Optional[str] = ..., recipient: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class AbortRoomResponse(_message.Message):
     __slots__ = ("state", "drained")

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AbortStub:
-    """Stop. Served by prefill and decode.
+    """Stop. Served by router, prefill and decode.
     """
 
     def __init__(self, channel):
@@ -43,13 +43,14 @@ class AbortStub:
 
 
 class AbortServicer:
-    """Stop. Served by prefill and decode.
+    """Stop. Served by router, prefill and decode.
     """
 
     def AbortRoom(self, request, context):
         """Called by a client, the router or the other side. Idempotent. It answers when nothing of this room will be written by this process any more, so
         "aborted" means "quiet". A room that is not known is remembered: a request for it that arrives a moment later is refused with ROOM_ABORTED.
-        A room that has already ended is left as it is. Errors: FAILED_PRECONDITION/STALE_INSTANCE when `recipient` is given and is not this process.
+        A room that has already ended is left as it is. Errors: FAILED_PRECONDITION/STALE_INSTANCE when `recipient` is given and is not this process,
+        PERMISSION_DENIED/PERMISSION_DENIED without the room's ticket where one is needed (an expired one will do).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +73,7 @@ def add_AbortServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Abort:
-    """Stop. Served by prefill and decode.
+    """Stop. Served by router, prefill and decode.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AbortStub:
-    """Stop. Served by prefill and decode."""
+    """Stop. Served by router, prefill and decode."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -36,22 +36,24 @@ class AbortStub:
     AbortRoom: _grpc.UnaryUnaryMultiCallable[_abort_pb2.AbortRoomRequest, _abort_pb2.AbortRoomResponse]
     """Called by a client, the router or the other side. Idempotent. It answers when nothing of this room will be written by this process any more, so
     "aborted" means "quiet". A room that is not known is remembered: a request for it that arrives a moment later is refused with ROOM_ABORTED.
-    A room that has already ended is left as it is. Errors: FAILED_PRECONDITION/STALE_INSTANCE when `recipient` is given and is not this process.
+    A room that has already ended is left as it is. Errors: FAILED_PRECONDITION/STALE_INSTANCE when `recipient` is given and is not this process,
+    PERMISSION_DENIED/PERMISSION_DENIED without the room's ticket where one is needed (an expired one will do).
     """
 
 @_typing.type_check_only
 class AbortAsyncStub(AbortStub):
-    """Stop. Served by prefill and decode."""
+    """Stop. Served by router, prefill and decode."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     AbortRoom: _aio.UnaryUnaryMultiCallable[_abort_pb2.AbortRoomRequest, _abort_pb2.AbortRoomResponse]  # type: ignore[assignment]
     """Called by a client, the router or the other side. Idempotent. It answers when nothing of this room will be written by this process any more, so
     "aborted" means "quiet". A room that is not known is remembered: a request for it that arrives a moment later is refused with ROOM_ABORTED.
-    A room that has already ended is left as it is. Errors: FAILED_PRECONDITION/STALE_INSTANCE when `recipient` is given and is not this process.
+    A room that has already ended is left as it is. Errors: FAILED_PRECONDITION/STALE_INSTANCE when `recipient` is given and is not this process,
+    PERMISSION_DENIED/PERMISSION_DENIED without the room's ticket where one is needed (an expired one will do).
     """
 
 class AbortServicer(metaclass=_abc_1.ABCMeta):
-    """Stop. Served by prefill and decode."""
+    """Stop. Served by router, prefill and decode."""
 
     @_abc_1.abstractmethod
     def AbortRoom(
@@ -61,7 +63,8 @@ class AbortServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abort_pb2.AbortRoomResponse, _abc.Awaitable[_abort_pb2.AbortRoomResponse]]:
         """Called by a client, the router or the other side. Idempotent. It answers when nothing of this room will be written by this process any more, so
         "aborted" means "quiet". A room that is not known is remembered: a request for it that arrives a moment later is refused with ROOM_ABORTED.
-        A room that has already ended is left as it is. Errors: FAILED_PRECONDITION/STALE_INSTANCE when `recipient` is given and is not this process.
+        A room that has already ended is left as it is. Errors: FAILED_PRECONDITION/STALE_INSTANCE when `recipient` is given and is not this process,
+        PERMISSION_DENIED/PERMISSION_DENIED without the room's ticket where one is needed (an expired one will do).
         """
 
 def add_AbortServicer_to_server(servicer: AbortServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from pd.v1 import types_pb2 as pd_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pd/v1/bootstrap.proto\x12\x05pd.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x11pd/v1/types.proto\"t\n\x0cRankPosition\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x02 \x01(\r\x12\x0f\n\x07tp_rank\x18\x03 \x01(\r\x12\x0f\n\x07tp_size\x18\x04 \x01(\r\x12\x0f\n\x07pp_rank\x18\x05 \x01(\r\x12\x0f\n\x07pp_size\x18\x06 \x01(\r\"\xa9\x01\n\x08RankInfo\x12!\n\x08instance\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x19\n\x04role\x18\x02 \x01(\x0e\x32\x0b.pd.v1.Role\x12%\n\x08position\x18\x03 \x01(\x0b\x32\x13.pd.v1.RankPosition\x12\x17\n\x0f\x63ontrol_address\x18\x04 \x01(\t\x12\x1f\n\x06layout\x18\x05 \x01(\x0b\x32\x0f.pd.v1.KvLayout\"4\n\x13RegisterRankRequest\x12\x1d\n\x04rank\x18\x01 \x01(\x0b\x32\x0f.pd.v1.RankInfo\"@\n\x14RegisterRankResponse\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"6\n\x11RenewLeaseRequest\x12!\n\x08instance\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\">\n\x12RenewLeaseResponse\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\x15UnregisterRankRequest\x12!\n\x08instance\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\"\x18\n\x16UnregisterRankResponse\"\x14\n\x12GetTopologyRequest\"5\n\x13GetTopologyResponse\x12\x1e\n\x05ranks\x18\x01 \x03(\x0b\x32\x0f.pd.v1.RankInfo\"\x16\n\x14WatchTopologyRequest\"7\n\x15WatchTopologyResponse\x12\x1e\n\x05ranks\x18\x01 \x03(\x0b\x32\x0f.pd.v1.RankInfo\"@\n\x15RegisterDpRankRequest\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\"\x18\n\x16RegisterDpRankResponse\".\n\x13QueryDpRanksRequest\x12\x17\n\x0f\x62ootstrap_rooms\x18\x01 \x03(\x04\"\x82\x01\n\x14QueryDpRanksResponse\x12:\n\x08\x64p_ranks\x18\x01 \x03(\x0b\x32(.pd.v1.QueryDpRanksResponse.DpRanksEntry\x1a.\n\x0c\x44pRanksEntry\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x32\x92\x04\n\tBootstrap\x12G\n\x0cRegisterRank\x12\x1a.pd.v1.RegisterRankRequest\x1a\x1b.pd.v1.RegisterRankResponse\x12\x41\n\nRenewLease\x12\x18.pd.v1.RenewLeaseRequest\x1a\x19.pd.v1.RenewLeaseResponse\x12M\n\x0eUnregisterRank\x12\x1c.pd.v1.UnregisterRankRequest\x1a\x1d.pd.v1.UnregisterRankResponse\x12\x44\n\x0bGetTopology\x12\x19.pd.v1.GetTopologyRequest\x1a\x1a.pd.v1.GetTopologyResponse\x12L\n\rWatchTopology\x12\x1b.pd.v1.WatchTopologyRequest\x1a\x1c.pd.v1.WatchTopologyResponse0\x01\x12M\n\x0eRegisterDpRank\x12\x1c.pd.v1.RegisterDpRankRequest\x1a\x1d.pd.v1.RegisterDpRankResponse\x12G\n\x0cQueryDpRanks\x12\x1a.pd.v1.QueryDpRanksRequest\x1a\x1b.pd.v1.QueryDpRanksResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pd/v1/bootstrap.proto\x12\x05pd.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x11pd/v1/types.proto\"t\n\x0cRankPosition\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x02 \x01(\r\x12\x0f\n\x07tp_rank\x18\x03 \x01(\r\x12\x0f\n\x07tp_size\x18\x04 \x01(\r\x12\x0f\n\x07pp_rank\x18\x05 \x01(\r\x12\x0f\n\x07pp_size\x18\x06 \x01(\r\"`\n\tDataPlane\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x12\n\ntransports\x18\x04 \x03(\t\x12\x0f\n\x07\x64\x65vices\x18\x05 \x03(\t\"\xcf\x01\n\x08RankInfo\x12!\n\x08instance\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x19\n\x04role\x18\x02 \x01(\x0e\x32\x0b.pd.v1.Role\x12%\n\x08position\x18\x03 \x01(\x0b\x32\x13.pd.v1.RankPosition\x12\x17\n\x0f\x63ontrol_address\x18\x04 \x01(\t\x12\x1f\n\x06layout\x18\x05 \x01(\x0b\x32\x0f.pd.v1.KvLayout\x12$\n\ndata_plane\x18\x06 \x01(\x0b\x32\x10.pd.v1.DataPlane\"4\n\x13RegisterRankRequest\x12\x1d\n\x04rank\x18\x01 \x01(\x0b\x32\x0f.pd.v1.RankInfo\"@\n\x14RegisterRankResponse\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"6\n\x11RenewLeaseRequest\x12!\n\x08instance\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\">\n\x12RenewLeaseResponse\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\x15UnregisterRankRequest\x12!\n\x08instance\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\"\x18\n\x16UnregisterRankResponse\"\x14\n\x12GetTopologyRequest\"D\n\x13GetTopologyResponse\x12\x1e\n\x05ranks\x18\x01 \x03(\x0b\x32\x0f.pd.v1.RankInfo\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x16\n\x14WatchTopologyRequest\"F\n\x15WatchTopologyResponse\x12\x1e\n\x05ranks\x18\x01 \x03(\x0b\x32\x0f.pd.v1.RankInfo\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"@\n\x15RegisterDpRankRequest\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\"\x18\n\x16RegisterDpRankResponse\".\n\x13QueryDpRanksRequest\x12\x17\n\x0f\x62ootstrap_rooms\x18\x01 \x03(\x04\"\x82\x01\n\x14QueryDpRanksResponse\x12:\n\x08\x64p_ranks\x18\x01 \x03(\x0b\x32(.pd.v1.QueryDpRanksResponse.DpRanksEntry\x1a.\n\x0c\x44pRanksEntry\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x32\x92\x04\n\tBootstrap\x12G\n\x0cRegisterRank\x12\x1a.pd.v1.RegisterRankRequest\x1a\x1b.pd.v1.RegisterRankResponse\x12\x41\n\nRenewLease\x12\x18.pd.v1.RenewLeaseRequest\x1a\x19.pd.v1.RenewLeaseResponse\x12M\n\x0eUnregisterRank\x12\x1c.pd.v1.UnregisterRankRequest\x1a\x1d.pd.v1.UnregisterRankResponse\x12\x44\n\x0bGetTopology\x12\x19.pd.v1.GetTopologyRequest\x1a\x1a.pd.v1.GetTopologyResponse\x12L\n\rWatchTopology\x12\x1b.pd.v1.WatchTopologyRequest\x1a\x1c.pd.v1.WatchTopologyResponse0\x01\x12M\n\x0eRegisterDpRank\x12\x1c.pd.v1.RegisterDpRankRequest\x1a\x1d.pd.v1.RegisterDpRankResponse\x12G\n\x0cQueryDpRanks\x12\x1a.pd.v1.QueryDpRanksRequest\x1a\x1b.pd.v1.QueryDpRanksResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,38 +37,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_QUERYDPRANKSRESPONSE_DPRANKSENTRY']._serialized_options = b'8\001'
   _globals['_RANKPOSITION']._serialized_start=83
   _globals['_RANKPOSITION']._serialized_end=199
-  _globals['_RANKINFO']._serialized_start=202
-  _globals['_RANKINFO']._serialized_end=371
-  _globals['_REGISTERRANKREQUEST']._serialized_start=373
-  _globals['_REGISTERRANKREQUEST']._serialized_end=425
-  _globals['_REGISTERRANKRESPONSE']._serialized_start=427
-  _globals['_REGISTERRANKRESPONSE']._serialized_end=491
-  _globals['_RENEWLEASEREQUEST']._serialized_start=493
-  _globals['_RENEWLEASEREQUEST']._serialized_end=547
-  _globals['_RENEWLEASERESPONSE']._serialized_start=549
-  _globals['_RENEWLEASERESPONSE']._serialized_end=611
-  _globals['_UNREGISTERRANKREQUEST']._serialized_start=613
-  _globals['_UNREGISTERRANKREQUEST']._serialized_end=671
-  _globals['_UNREGISTERRANKRESPONSE']._serialized_start=673
-  _globals['_UNREGISTERRANKRESPONSE']._serialized_end=697
-  _globals['_GETTOPOLOGYREQUEST']._serialized_start=699
-  _globals['_GETTOPOLOGYREQUEST']._serialized_end=719
-  _globals['_GETTOPOLOGYRESPONSE']._serialized_start=721
-  _globals['_GETTOPOLOGYRESPONSE']._serialized_end=774
-  _globals['_WATCHTOPOLOGYREQUEST']._serialized_start=776
-  _globals['_WATCHTOPOLOGYREQUEST']._serialized_end=798
-  _globals['_WATCHTOPOLOGYRESPONSE']._serialized_start=800
-  _globals['_WATCHTOPOLOGYRESPONSE']._serialized_end=855
-  _globals['_REGISTERDPRANKREQUEST']._serialized_start=857
-  _globals['_REGISTERDPRANKREQUEST']._serialized_end=921
-  _globals['_REGISTERDPRANKRESPONSE']._serialized_start=923
-  _globals['_REGISTERDPRANKRESPONSE']._serialized_end=947
-  _globals['_QUERYDPRANKSREQUEST']._serialized_start=949
-  _globals['_QUERYDPRANKSREQUEST']._serialized_end=995
-  _globals['_QUERYDPRANKSRESPONSE']._serialized_start=998
-  _globals['_QUERYDPRANKSRESPONSE']._serialized_end=1128
-  _globals['_QUERYDPRANKSRESPONSE_DPRANKSENTRY']._serialized_start=1082
-  _globals['_QUERYDPRANKSRESPONSE_DPRANKSENTRY']._serialized_end=1128
-  _globals['_BOOTSTRAP']._serialized_start=1131
-  _globals['_BOOTSTRAP']._serialized_end=1661
+  _globals['_DATAPLANE']._serialized_start=201
+  _globals['_DATAPLANE']._serialized_end=297
+  _globals['_RANKINFO']._serialized_start=300
+  _globals['_RANKINFO']._serialized_end=507
+  _globals['_REGISTERRANKREQUEST']._serialized_start=509
+  _globals['_REGISTERRANKREQUEST']._serialized_end=561
+  _globals['_REGISTERRANKRESPONSE']._serialized_start=563
+  _globals['_REGISTERRANKRESPONSE']._serialized_end=627
+  _globals['_RENEWLEASEREQUEST']._serialized_start=629
+  _globals['_RENEWLEASEREQUEST']._serialized_end=683
+  _globals['_RENEWLEASERESPONSE']._serialized_start=685
+  _globals['_RENEWLEASERESPONSE']._serialized_end=747
+  _globals['_UNREGISTERRANKREQUEST']._serialized_start=749
+  _globals['_UNREGISTERRANKREQUEST']._serialized_end=807
+  _globals['_UNREGISTERRANKRESPONSE']._serialized_start=809
+  _globals['_UNREGISTERRANKRESPONSE']._serialized_end=833
+  _globals['_GETTOPOLOGYREQUEST']._serialized_start=835
+  _globals['_GETTOPOLOGYREQUEST']._serialized_end=855
+  _globals['_GETTOPOLOGYRESPONSE']._serialized_start=857
+  _globals['_GETTOPOLOGYRESPONSE']._serialized_end=925
+  _globals['_WATCHTOPOLOGYREQUEST']._serialized_start=927
+  _globals['_WATCHTOPOLOGYREQUEST']._serialized_end=949
+  _globals['_WATCHTOPOLOGYRESPONSE']._serialized_start=951
+  _globals['_WATCHTOPOLOGYRESPONSE']._serialized_end=1021
+  _globals['_REGISTERDPRANKREQUEST']._serialized_start=1023
+  _globals['_REGISTERDPRANKREQUEST']._serialized_end=1087
+  _globals['_REGISTERDPRANKRESPONSE']._serialized_start=1089
+  _globals['_REGISTERDPRANKRESPONSE']._serialized_end=1113
+  _globals['_QUERYDPRANKSREQUEST']._serialized_start=1115
+  _globals['_QUERYDPRANKSREQUEST']._serialized_end=1161
+  _globals['_QUERYDPRANKSRESPONSE']._serialized_start=1164
+  _globals['_QUERYDPRANKSRESPONSE']._serialized_end=1294
+  _globals['_QUERYDPRANKSRESPONSE_DPRANKSENTRY']._serialized_start=1248
+  _globals['_QUERYDPRANKSRESPONSE_DPRANKSENTRY']._serialized_end=1294
+  _globals['_BOOTSTRAP']._serialized_start=1297
+  _globals['_BOOTSTRAP']._serialized_end=1827
 # @@protoc_insertion_point(module_scope)

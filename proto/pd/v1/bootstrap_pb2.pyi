@@ -26,19 +26,35 @@ class RankPosition(_message.Message):
     pp_size: int
     def __init__(self, dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_rank: _Optional[int] = ..., pp_size: _Optional[int] = ...) -> None: ...
 
+class DataPlane(_message.Message):
+    __slots__ = ("backend", "version", "host", "transports", "devices")
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    backend: str
+    version: str
+    host: str
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    devices: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, backend: _Optional[str] = ..., version: _Optional[str] = ..., host: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., devices: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class RankInfo(_message.Message):
-    __slots__ = ("instance", "role", "position", "control_address", "layout")
+    __slots__ = ("instance", "role", "position", "control_address", "layout", "data_plane")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    DATA_PLANE_FIELD_NUMBER: _ClassVar[int]
     instance: _types_pb2.Instance
     role: _types_pb2.Role
     position: RankPosition
     control_address: str
     layout: _types_pb2.KvLayout
-    def __init__(self, instance: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.Role, str]] = ..., position: _Optional[_Union[RankPosition, _Mapping]] = ..., control_address: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KvLayout, _Mapping]] = ...) -> None: ...
+    data_plane: DataPlane
+    def __init__(self, instance: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.Role, str]] = ..., position: _Optional[_Union[RankPosition, _Mapping]] = ..., control_address: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KvLayout, _Mapping]] = ..., data_plane: _Optional[_Union[DataPlane, _Mapping]] = ...) -> None: ...
 
 class RegisterRankRequest(_message.Message):
     __slots__ = ("rank",)
@@ -79,20 +95,24 @@ class GetTopologyRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTopologyResponse(_message.Message):
-    __slots__ = ("ranks",)
+    __slots__ = ("ranks", "epoch")
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     ranks: _containers.RepeatedCompositeFieldContainer[RankInfo]
-    def __init__(self, ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class WatchTopologyRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class WatchTopologyResponse(_message.Message):
-    __slots__ = ("ranks",)
+    __slots__ = ("ranks", "epoch")
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     ranks: _containers.RepeatedCompositeFieldContainer[RankInfo]
-    def __init__(self, ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class RegisterDpRankRequest(_message.Message):
     __slots__ = ("bootstrap_room", "dp_rank")

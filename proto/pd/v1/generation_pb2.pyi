@@ -27,20 +27,22 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "context_length", "max_request_tokens", "vocab_size", "page_size", "has_chat_template")
+    __slots__ = ("name", "context_length", "max_request_tokens", "vocab_size", "page_size", "has_chat_template", "bootstrap_address")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUEST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    BOOTSTRAP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     context_length: int
     max_request_tokens: int
     vocab_size: int
     page_size: int
     has_chat_template: bool
-    def __init__(self, name: _Optional[str] = ..., context_length: _Optional[int] = ..., max_request_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., page_size: _Optional[int] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
+    bootstrap_address: str
+    def __init__(self, name: _Optional[str] = ..., context_length: _Optional[int] = ..., max_request_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., page_size: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., bootstrap_address: _Optional[str] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content")
@@ -99,7 +101,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_new_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("bootstrap_room", "bootstrap_host", "bootstrap_port", "rid", "text", "input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "timeout")
+    __slots__ = ("bootstrap_room", "bootstrap_host", "bootstrap_port", "rid", "text", "input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "timeout", "ticket")
     BOOTSTRAP_ROOM_FIELD_NUMBER: _ClassVar[int]
     BOOTSTRAP_HOST_FIELD_NUMBER: _ClassVar[int]
     BOOTSTRAP_PORT_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +112,7 @@ class GenerateRequest(_message.Message):
     RETURN_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_NUM_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     bootstrap_room: int
     bootstrap_host: str
     bootstrap_port: int
@@ -120,7 +123,8 @@ class GenerateRequest(_message.Message):
     return_logprob: bool
     top_logprobs_num: int
     timeout: _duration_pb2.Duration
-    def __init__(self, bootstrap_room: _Optional[int] = ..., bootstrap_host: _Optional[str] = ..., bootstrap_port: _Optional[int] = ..., rid: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., return_logprob: _Optional[bool] = ..., top_logprobs_num: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    ticket: bytes
+    def __init__(self, bootstrap_room: _Optional[int] = ..., bootstrap_host: _Optional[str] = ..., bootstrap_port: _Optional[int] = ..., rid: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., return_logprob: _Optional[bool] = ..., top_logprobs_num: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "top", "text")

@@ -99,6 +99,7 @@ class GenerationServicer:
 
     def StreamOutputs(self, request, context):
         """The outputs of every room that this subscriber submits, one message for each engine step. The first message is empty: the subscription stands.
+        An empty message comes as a beat, several times a second, when there is nothing to say.
         When the call ends, every room of the subscriber is aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -47,6 +47,7 @@ class GenerationStub:
     """One request: for routers. Answers when the request is accepted; the outputs come on the subscriber's StreamOutputs call. Errors: as Generate's."""
     StreamOutputs: _grpc.UnaryStreamMultiCallable[_generation_pb2.StreamOutputsRequest, _generation_pb2.StreamOutputsResponse]
     """The outputs of every room that this subscriber submits, one message for each engine step. The first message is empty: the subscription stands.
+    An empty message comes as a beat, several times a second, when there is nothing to say.
     When the call ends, every room of the subscriber is aborted.
     """
 
@@ -69,6 +70,7 @@ class GenerationAsyncStub(GenerationStub):
     """One request: for routers. Answers when the request is accepted; the outputs come on the subscriber's StreamOutputs call. Errors: as Generate's."""
     StreamOutputs: _aio.UnaryStreamMultiCallable[_generation_pb2.StreamOutputsRequest, _generation_pb2.StreamOutputsResponse]  # type: ignore[assignment]
     """The outputs of every room that this subscriber submits, one message for each engine step. The first message is empty: the subscription stands.
+    An empty message comes as a beat, several times a second, when there is nothing to say.
     When the call ends, every room of the subscriber is aborted.
     """
 
@@ -118,6 +120,7 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.StreamOutputsResponse], _abc.AsyncIterator[_generation_pb2.StreamOutputsResponse]]:
         """The outputs of every room that this subscriber submits, one message for each engine step. The first message is empty: the subscription stands.
+        An empty message comes as a beat, several times a second, when there is nothing to say.
         When the call ends, every room of the subscriber is aborted.
         """
 

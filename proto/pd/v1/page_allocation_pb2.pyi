@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RegisterReceiverRequest(_message.Message):
-    __slots__ = ("receiver", "sender", "control_address", "layout", "data_address", "buffer_bases", "num_pages", "metadata_base", "metadata_item_len_bytes", "metadata_slots")
+    __slots__ = ("receiver", "sender", "control_address", "layout", "data_address", "buffer_bases", "num_pages", "metadata_base", "metadata_item_len_bytes", "metadata_slots", "canary_base", "canary_pages")
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,8 @@ class RegisterReceiverRequest(_message.Message):
     METADATA_BASE_FIELD_NUMBER: _ClassVar[int]
     METADATA_ITEM_LEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     METADATA_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    CANARY_BASE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_PAGES_FIELD_NUMBER: _ClassVar[int]
     receiver: _types_pb2.Instance
     sender: _types_pb2.Instance
     control_address: str
@@ -32,7 +34,9 @@ class RegisterReceiverRequest(_message.Message):
     metadata_base: int
     metadata_item_len_bytes: int
     metadata_slots: int
-    def __init__(self, receiver: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sender: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., control_address: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KvLayout, _Mapping]] = ..., data_address: _Optional[bytes] = ..., buffer_bases: _Optional[_Iterable[int]] = ..., num_pages: _Optional[int] = ..., metadata_base: _Optional[int] = ..., metadata_item_len_bytes: _Optional[int] = ..., metadata_slots: _Optional[int] = ...) -> None: ...
+    canary_base: int
+    canary_pages: int
+    def __init__(self, receiver: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sender: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., control_address: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KvLayout, _Mapping]] = ..., data_address: _Optional[bytes] = ..., buffer_bases: _Optional[_Iterable[int]] = ..., num_pages: _Optional[int] = ..., metadata_base: _Optional[int] = ..., metadata_item_len_bytes: _Optional[int] = ..., metadata_slots: _Optional[int] = ..., canary_base: _Optional[int] = ..., canary_pages: _Optional[int] = ...) -> None: ...
 
 class RegisterReceiverResponse(_message.Message):
     __slots__ = ("sender", "process", "carrier")
@@ -58,8 +62,32 @@ class HoldReceiverResponse(_message.Message):
     interval: _duration_pb2.Duration
     def __init__(self, interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
+class SendCanaryRequest(_message.Message):
+    __slots__ = ("receiver", "sender", "page", "seed")
+    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    receiver: _types_pb2.Instance
+    sender: _types_pb2.Instance
+    page: int
+    seed: bytes
+    def __init__(self, receiver: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sender: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., page: _Optional[int] = ..., seed: _Optional[bytes] = ...) -> None: ...
+
+class SendCanaryResponse(_message.Message):
+    __slots__ = ("took",)
+    TOOK_FIELD_NUMBER: _ClassVar[int]
+    took: _duration_pb2.Duration
+    def __init__(self, took: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class StateIndices(_message.Message):
+    __slots__ = ("indices",)
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, indices: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class AllocatePagesRequest(_message.Message):
-    __slots__ = ("bootstrap_room", "receiver", "sender", "page_ids", "metadata_slot", "decode_prefix_len", "prompt_tokens", "prompt_digest", "time_left")
+    __slots__ = ("bootstrap_room", "receiver", "sender", "page_ids", "metadata_slot", "decode_prefix_len", "prompt_tokens", "prompt_digest", "time_left", "ticket", "state_indices")
     BOOTSTRAP_ROOM_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +97,8 @@ class AllocatePagesRequest(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TIME_LEFT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    STATE_INDICES_FIELD_NUMBER: _ClassVar[int]
     bootstrap_room: int
     receiver: _types_pb2.Instance
     sender: _types_pb2.Instance
@@ -78,7 +108,9 @@ class AllocatePagesRequest(_message.Message):
     prompt_tokens: int
     prompt_digest: bytes
     time_left: _duration_pb2.Duration
-    def __init__(self, bootstrap_room: _Optional[int] = ..., receiver: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sender: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., page_ids: _Optional[_Iterable[int]] = ..., metadata_slot: _Optional[_Union[_types_pb2.MetadataSlot, _Mapping]] = ..., decode_prefix_len: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_digest: _Optional[bytes] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    ticket: bytes
+    state_indices: _containers.RepeatedCompositeFieldContainer[StateIndices]
+    def __init__(self, bootstrap_room: _Optional[int] = ..., receiver: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sender: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., page_ids: _Optional[_Iterable[int]] = ..., metadata_slot: _Optional[_Union[_types_pb2.MetadataSlot, _Mapping]] = ..., decode_prefix_len: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_digest: _Optional[bytes] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., ticket: _Optional[bytes] = ..., state_indices: _Optional[_Iterable[_Union[StateIndices, _Mapping]]] = ...) -> None: ...
 
 class AllocatePagesResponse(_message.Message):
     __slots__ = ("state",)

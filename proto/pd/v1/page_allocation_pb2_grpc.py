@@ -40,10 +40,15 @@ class PageAllocationStub:
                 request_serializer=pd_dot_v1_dot_page__allocation__pb2.RegisterReceiverRequest.SerializeToString,
                 response_deserializer=pd_dot_v1_dot_page__allocation__pb2.RegisterReceiverResponse.FromString,
                 _registered_method=True)
-        self.HoldReceiver = channel.unary_stream(
+        self.HoldReceiver = channel.stream_stream(
                 '/pd.v1.PageAllocation/HoldReceiver',
                 request_serializer=pd_dot_v1_dot_page__allocation__pb2.HoldReceiverRequest.SerializeToString,
                 response_deserializer=pd_dot_v1_dot_page__allocation__pb2.HoldReceiverResponse.FromString,
+                _registered_method=True)
+        self.SendCanary = channel.unary_unary(
+                '/pd.v1.PageAllocation/SendCanary',
+                request_serializer=pd_dot_v1_dot_page__allocation__pb2.SendCanaryRequest.SerializeToString,
+                response_deserializer=pd_dot_v1_dot_page__allocation__pb2.SendCanaryResponse.FromString,
                 _registered_method=True)
         self.AllocatePages = channel.unary_unary(
                 '/pd.v1.PageAllocation/AllocatePages',
@@ -65,9 +70,19 @@ class PageAllocationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def HoldReceiver(self, request, context):
-        """Held open by a decode rank as long as it lives: prefill sends a beat at a fixed interval. A missing beat tells decode that prefill is gone or frozen;
-        the end of the call tells prefill that decode is gone.
+    def HoldReceiver(self, request_iterator, context):
+        """Held open by a decode rank as long as it lives; both sides send a beat at a fixed interval, the first request names the pairing.
+        Beats that do not come tell either side that the other is gone or frozen; the end of the call says the same at once.
+        Errors: FAILED_PRECONDITION/RECEIVER_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SendCanary(self, request, context):
+        """Asks prefill to write one page of known content into the receiver's canary memory, by the way that real pages take. It answers when the page is
+        visible there, and the receiver compares. A pairing is used only after this has worked. Errors: as HoldReceiver's, INVALID_ARGUMENT/PAGES_INVALID,
+        UNAVAILABLE/TRANSFER_FAILED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -76,7 +91,7 @@ class PageAllocationServicer:
     def AllocatePages(self, request, context):
         """Called per room: write here. Only now may data move. A replay is answered the same; a different list for the same room is refused.
         Errors: FAILED_PRECONDITION/RECEIVER_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE, INVALID_ARGUMENT/PAGES_INVALID, ALREADY_EXISTS/ALLOCATION_CONFLICT,
-        FAILED_PRECONDITION/PROMPT_MISMATCH, ABORTED/ROOM_ABORTED.
+        FAILED_PRECONDITION/PROMPT_MISMATCH, ABORTED/ROOM_ABORTED, PERMISSION_DENIED/PERMISSION_DENIED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,10 +105,15 @@ def add_PageAllocationServicer_to_server(servicer, server):
                     request_deserializer=pd_dot_v1_dot_page__allocation__pb2.RegisterReceiverRequest.FromString,
                     response_serializer=pd_dot_v1_dot_page__allocation__pb2.RegisterReceiverResponse.SerializeToString,
             ),
-            'HoldReceiver': grpc.unary_stream_rpc_method_handler(
+            'HoldReceiver': grpc.stream_stream_rpc_method_handler(
                     servicer.HoldReceiver,
                     request_deserializer=pd_dot_v1_dot_page__allocation__pb2.HoldReceiverRequest.FromString,
                     response_serializer=pd_dot_v1_dot_page__allocation__pb2.HoldReceiverResponse.SerializeToString,
+            ),
+            'SendCanary': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendCanary,
+                    request_deserializer=pd_dot_v1_dot_page__allocation__pb2.SendCanaryRequest.FromString,
+                    response_serializer=pd_dot_v1_dot_page__allocation__pb2.SendCanaryResponse.SerializeToString,
             ),
             'AllocatePages': grpc.unary_unary_rpc_method_handler(
                     servicer.AllocatePages,
@@ -140,7 +160,7 @@ class PageAllocation:
             _registered_method=True)
 
     @staticmethod
-    def HoldReceiver(request,
+    def HoldReceiver(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -150,12 +170,39 @@ class PageAllocation:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/pd.v1.PageAllocation/HoldReceiver',
             pd_dot_v1_dot_page__allocation__pb2.HoldReceiverRequest.SerializeToString,
             pd_dot_v1_dot_page__allocation__pb2.HoldReceiverResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendCanary(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pd.v1.PageAllocation/SendCanary',
+            pd_dot_v1_dot_page__allocation__pb2.SendCanaryRequest.SerializeToString,
+            pd_dot_v1_dot_page__allocation__pb2.SendCanaryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,14 +38,20 @@ class PageAllocationStub:
     instance replaces the old one, and a higher epoch at the same control address replaces the earlier process.
     Errors: FAILED_PRECONDITION/LAYOUT_MISMATCH with the field that differs, FAILED_PRECONDITION/STALE_INSTANCE when `sender` is not this process.
     """
-    HoldReceiver: _grpc.UnaryStreamMultiCallable[_page_allocation_pb2.HoldReceiverRequest, _page_allocation_pb2.HoldReceiverResponse]
-    """Held open by a decode rank as long as it lives: prefill sends a beat at a fixed interval. A missing beat tells decode that prefill is gone or frozen;
-    the end of the call tells prefill that decode is gone.
+    HoldReceiver: _grpc.StreamStreamMultiCallable[_page_allocation_pb2.HoldReceiverRequest, _page_allocation_pb2.HoldReceiverResponse]
+    """Held open by a decode rank as long as it lives; both sides send a beat at a fixed interval, the first request names the pairing.
+    Beats that do not come tell either side that the other is gone or frozen; the end of the call says the same at once.
+    Errors: FAILED_PRECONDITION/RECEIVER_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE.
+    """
+    SendCanary: _grpc.UnaryUnaryMultiCallable[_page_allocation_pb2.SendCanaryRequest, _page_allocation_pb2.SendCanaryResponse]
+    """Asks prefill to write one page of known content into the receiver's canary memory, by the way that real pages take. It answers when the page is
+    visible there, and the receiver compares. A pairing is used only after this has worked. Errors: as HoldReceiver's, INVALID_ARGUMENT/PAGES_INVALID,
+    UNAVAILABLE/TRANSFER_FAILED.
     """
     AllocatePages: _grpc.UnaryUnaryMultiCallable[_page_allocation_pb2.AllocatePagesRequest, _page_allocation_pb2.AllocatePagesResponse]
     """Called per room: write here. Only now may data move. A replay is answered the same; a different list for the same room is refused.
     Errors: FAILED_PRECONDITION/RECEIVER_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE, INVALID_ARGUMENT/PAGES_INVALID, ALREADY_EXISTS/ALLOCATION_CONFLICT,
-    FAILED_PRECONDITION/PROMPT_MISMATCH, ABORTED/ROOM_ABORTED.
+    FAILED_PRECONDITION/PROMPT_MISMATCH, ABORTED/ROOM_ABORTED, PERMISSION_DENIED/PERMISSION_DENIED.
     """
 
 @_typing.type_check_only
@@ -58,14 +64,20 @@ class PageAllocationAsyncStub(PageAllocationStub):
     instance replaces the old one, and a higher epoch at the same control address replaces the earlier process.
     Errors: FAILED_PRECONDITION/LAYOUT_MISMATCH with the field that differs, FAILED_PRECONDITION/STALE_INSTANCE when `sender` is not this process.
     """
-    HoldReceiver: _aio.UnaryStreamMultiCallable[_page_allocation_pb2.HoldReceiverRequest, _page_allocation_pb2.HoldReceiverResponse]  # type: ignore[assignment]
-    """Held open by a decode rank as long as it lives: prefill sends a beat at a fixed interval. A missing beat tells decode that prefill is gone or frozen;
-    the end of the call tells prefill that decode is gone.
+    HoldReceiver: _aio.StreamStreamMultiCallable[_page_allocation_pb2.HoldReceiverRequest, _page_allocation_pb2.HoldReceiverResponse]  # type: ignore[assignment]
+    """Held open by a decode rank as long as it lives; both sides send a beat at a fixed interval, the first request names the pairing.
+    Beats that do not come tell either side that the other is gone or frozen; the end of the call says the same at once.
+    Errors: FAILED_PRECONDITION/RECEIVER_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE.
+    """
+    SendCanary: _aio.UnaryUnaryMultiCallable[_page_allocation_pb2.SendCanaryRequest, _page_allocation_pb2.SendCanaryResponse]  # type: ignore[assignment]
+    """Asks prefill to write one page of known content into the receiver's canary memory, by the way that real pages take. It answers when the page is
+    visible there, and the receiver compares. A pairing is used only after this has worked. Errors: as HoldReceiver's, INVALID_ARGUMENT/PAGES_INVALID,
+    UNAVAILABLE/TRANSFER_FAILED.
     """
     AllocatePages: _aio.UnaryUnaryMultiCallable[_page_allocation_pb2.AllocatePagesRequest, _page_allocation_pb2.AllocatePagesResponse]  # type: ignore[assignment]
     """Called per room: write here. Only now may data move. A replay is answered the same; a different list for the same room is refused.
     Errors: FAILED_PRECONDITION/RECEIVER_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE, INVALID_ARGUMENT/PAGES_INVALID, ALREADY_EXISTS/ALLOCATION_CONFLICT,
-    FAILED_PRECONDITION/PROMPT_MISMATCH, ABORTED/ROOM_ABORTED.
+    FAILED_PRECONDITION/PROMPT_MISMATCH, ABORTED/ROOM_ABORTED, PERMISSION_DENIED/PERMISSION_DENIED.
     """
 
 class PageAllocationServicer(metaclass=_abc_1.ABCMeta):
@@ -85,11 +97,23 @@ class PageAllocationServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def HoldReceiver(
         self,
-        request: _page_allocation_pb2.HoldReceiverRequest,
+        request_iterator: _MaybeAsyncIterator[_page_allocation_pb2.HoldReceiverRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_page_allocation_pb2.HoldReceiverResponse], _abc.AsyncIterator[_page_allocation_pb2.HoldReceiverResponse]]:
-        """Held open by a decode rank as long as it lives: prefill sends a beat at a fixed interval. A missing beat tells decode that prefill is gone or frozen;
-        the end of the call tells prefill that decode is gone.
+        """Held open by a decode rank as long as it lives; both sides send a beat at a fixed interval, the first request names the pairing.
+        Beats that do not come tell either side that the other is gone or frozen; the end of the call says the same at once.
+        Errors: FAILED_PRECONDITION/RECEIVER_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE.
+        """
+
+    @_abc_1.abstractmethod
+    def SendCanary(
+        self,
+        request: _page_allocation_pb2.SendCanaryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_page_allocation_pb2.SendCanaryResponse, _abc.Awaitable[_page_allocation_pb2.SendCanaryResponse]]:
+        """Asks prefill to write one page of known content into the receiver's canary memory, by the way that real pages take. It answers when the page is
+        visible there, and the receiver compares. A pairing is used only after this has worked. Errors: as HoldReceiver's, INVALID_ARGUMENT/PAGES_INVALID,
+        UNAVAILABLE/TRANSFER_FAILED.
         """
 
     @_abc_1.abstractmethod
@@ -100,7 +124,7 @@ class PageAllocationServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_page_allocation_pb2.AllocatePagesResponse, _abc.Awaitable[_page_allocation_pb2.AllocatePagesResponse]]:
         """Called per room: write here. Only now may data move. A replay is answered the same; a different list for the same room is refused.
         Errors: FAILED_PRECONDITION/RECEIVER_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE, INVALID_ARGUMENT/PAGES_INVALID, ALREADY_EXISTS/ALLOCATION_CONFLICT,
-        FAILED_PRECONDITION/PROMPT_MISMATCH, ABORTED/ROOM_ABORTED.
+        FAILED_PRECONDITION/PROMPT_MISMATCH, ABORTED/ROOM_ABORTED, PERMISSION_DENIED/PERMISSION_DENIED.
         """
 
 def add_PageAllocationServicer_to_server(servicer: PageAllocationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

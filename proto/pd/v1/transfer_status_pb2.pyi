@@ -23,7 +23,7 @@ QUIET_PROOF_FENCED: QuietProof
 QUIET_PROOF_PROCESS_GONE: QuietProof
 
 class ReportTransferRequest(_message.Message):
-    __slots__ = ("bootstrap_room", "reporter", "recipient", "sequence", "state", "chunks_done", "pages_done", "bytes_done", "failure")
+    __slots__ = ("bootstrap_room", "reporter", "recipient", "sequence", "state", "chunks_done", "pages_done", "bytes_done", "failure", "ticket")
     BOOTSTRAP_ROOM_FIELD_NUMBER: _ClassVar[int]
     REPORTER_FIELD_NUMBER: _ClassVar[int]
     RECIPIENT_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class ReportTransferRequest(_message.Message):
     PAGES_DONE_FIELD_NUMBER: _ClassVar[int]
     BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     bootstrap_room: int
     reporter: _types_pb2.Instance
     recipient: _types_pb2.Instance
@@ -42,7 +43,8 @@ class ReportTransferRequest(_message.Message):
     pages_done: int
     bytes_done: int
     failure: _status_pb2.Status
-    def __init__(self, bootstrap_room: _Optional[int] = ..., reporter: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., recipient: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sequence: _Optional[int] = ..., state: _Optional[_Union[_types_pb2.TransferState, str]] = ..., chunks_done: _Optional[int] = ..., pages_done: _Optional[int] = ..., bytes_done: _Optional[int] = ..., failure: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+    ticket: bytes
+    def __init__(self, bootstrap_room: _Optional[int] = ..., reporter: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., recipient: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sequence: _Optional[int] = ..., state: _Optional[_Union[_types_pb2.TransferState, str]] = ..., chunks_done: _Optional[int] = ..., pages_done: _Optional[int] = ..., bytes_done: _Optional[int] = ..., failure: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class ReportTransferResponse(_message.Message):
     __slots__ = ("state", "failure")
@@ -155,3 +157,33 @@ class ListQuarantineResponse(_message.Message):
     ROOMS_FIELD_NUMBER: _ClassVar[int]
     rooms: _containers.RepeatedCompositeFieldContainer[QuarantinedRoom]
     def __init__(self, rooms: _Optional[_Iterable[_Union[QuarantinedRoom, _Mapping]]] = ...) -> None: ...
+
+class ListPeersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Peer(_message.Message):
+    __slots__ = ("instance", "role", "control_address", "carrier", "since", "canary_time", "canary_took", "live_rooms")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CARRIER_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_TIME_FIELD_NUMBER: _ClassVar[int]
+    CANARY_TOOK_FIELD_NUMBER: _ClassVar[int]
+    LIVE_ROOMS_FIELD_NUMBER: _ClassVar[int]
+    instance: _types_pb2.Instance
+    role: _types_pb2.Role
+    control_address: str
+    carrier: str
+    since: _timestamp_pb2.Timestamp
+    canary_time: _timestamp_pb2.Timestamp
+    canary_took: _duration_pb2.Duration
+    live_rooms: int
+    def __init__(self, instance: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.Role, str]] = ..., control_address: _Optional[str] = ..., carrier: _Optional[str] = ..., since: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., canary_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., canary_took: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., live_rooms: _Optional[int] = ...) -> None: ...
+
+class ListPeersResponse(_message.Message):
+    __slots__ = ("peers",)
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    peers: _containers.RepeatedCompositeFieldContainer[Peer]
+    def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...

@@ -65,6 +65,11 @@ class TransferStatusStub:
                 request_serializer=pd_dot_v1_dot_transfer__status__pb2.ListQuarantineRequest.SerializeToString,
                 response_deserializer=pd_dot_v1_dot_transfer__status__pb2.ListQuarantineResponse.FromString,
                 _registered_method=True)
+        self.ListPeers = channel.unary_unary(
+                '/pd.v1.TransferStatus/ListPeers',
+                request_serializer=pd_dot_v1_dot_transfer__status__pb2.ListPeersRequest.SerializeToString,
+                response_deserializer=pd_dot_v1_dot_transfer__status__pb2.ListPeersResponse.FromString,
+                _registered_method=True)
 
 
 class TransferStatusServicer:
@@ -74,7 +79,7 @@ class TransferStatusServicer:
     def ReportTransfer(self, request, context):
         """Called by the other side's rank when a room changes. Idempotent; an older sequence than the last one seen changes nothing.
         The answer says where the room stands here after the report, so that a lost answer is repaired by repeating the report.
-        Errors: NOT_FOUND/ROOM_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE.
+        Errors: NOT_FOUND/ROOM_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE, PERMISSION_DENIED/PERMISSION_DENIED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,6 +121,13 @@ class TransferStatusServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPeers(self, request, context):
+        """The processes that this one is paired with, and whether a page goes through.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TransferStatusServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -148,6 +160,11 @@ def add_TransferStatusServicer_to_server(servicer, server):
                     servicer.ListQuarantine,
                     request_deserializer=pd_dot_v1_dot_transfer__status__pb2.ListQuarantineRequest.FromString,
                     response_serializer=pd_dot_v1_dot_transfer__status__pb2.ListQuarantineResponse.SerializeToString,
+            ),
+            'ListPeers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPeers,
+                    request_deserializer=pd_dot_v1_dot_transfer__status__pb2.ListPeersRequest.FromString,
+                    response_serializer=pd_dot_v1_dot_transfer__status__pb2.ListPeersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -313,6 +330,33 @@ class TransferStatus:
             '/pd.v1.TransferStatus/ListQuarantine',
             pd_dot_v1_dot_transfer__status__pb2.ListQuarantineRequest.SerializeToString,
             pd_dot_v1_dot_transfer__status__pb2.ListQuarantineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPeers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pd.v1.TransferStatus/ListPeers',
+            pd_dot_v1_dot_transfer__status__pb2.ListPeersRequest.SerializeToString,
+            pd_dot_v1_dot_transfer__status__pb2.ListPeersResponse.FromString,
             options,
             channel_credentials,
             insecure,

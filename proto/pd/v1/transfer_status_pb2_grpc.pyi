@@ -36,7 +36,7 @@ class TransferStatusStub:
     ReportTransfer: _grpc.UnaryUnaryMultiCallable[_transfer_status_pb2.ReportTransferRequest, _transfer_status_pb2.ReportTransferResponse]
     """Called by the other side's rank when a room changes. Idempotent; an older sequence than the last one seen changes nothing.
     The answer says where the room stands here after the report, so that a lost answer is repaired by repeating the report.
-    Errors: NOT_FOUND/ROOM_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE.
+    Errors: NOT_FOUND/ROOM_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE, PERMISSION_DENIED/PERMISSION_DENIED.
     """
     GetTransfer: _grpc.UnaryUnaryMultiCallable[_transfer_status_pb2.GetTransferRequest, _transfer_status_pb2.GetTransferResponse]
     """One room. Errors: NOT_FOUND/ROOM_UNKNOWN."""
@@ -50,6 +50,8 @@ class TransferStatusStub:
     """Failed rooms whose memory must not be used again yet, oldest first: what each keeps, and who still has to prove what.
     Empty on prefill, where nobody else writes. Time alone never shortens this list.
     """
+    ListPeers: _grpc.UnaryUnaryMultiCallable[_transfer_status_pb2.ListPeersRequest, _transfer_status_pb2.ListPeersResponse]
+    """The processes that this one is paired with, and whether a page goes through."""
 
 @_typing.type_check_only
 class TransferStatusAsyncStub(TransferStatusStub):
@@ -59,7 +61,7 @@ class TransferStatusAsyncStub(TransferStatusStub):
     ReportTransfer: _aio.UnaryUnaryMultiCallable[_transfer_status_pb2.ReportTransferRequest, _transfer_status_pb2.ReportTransferResponse]  # type: ignore[assignment]
     """Called by the other side's rank when a room changes. Idempotent; an older sequence than the last one seen changes nothing.
     The answer says where the room stands here after the report, so that a lost answer is repaired by repeating the report.
-    Errors: NOT_FOUND/ROOM_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE.
+    Errors: NOT_FOUND/ROOM_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE, PERMISSION_DENIED/PERMISSION_DENIED.
     """
     GetTransfer: _aio.UnaryUnaryMultiCallable[_transfer_status_pb2.GetTransferRequest, _transfer_status_pb2.GetTransferResponse]  # type: ignore[assignment]
     """One room. Errors: NOT_FOUND/ROOM_UNKNOWN."""
@@ -73,6 +75,8 @@ class TransferStatusAsyncStub(TransferStatusStub):
     """Failed rooms whose memory must not be used again yet, oldest first: what each keeps, and who still has to prove what.
     Empty on prefill, where nobody else writes. Time alone never shortens this list.
     """
+    ListPeers: _aio.UnaryUnaryMultiCallable[_transfer_status_pb2.ListPeersRequest, _transfer_status_pb2.ListPeersResponse]  # type: ignore[assignment]
+    """The processes that this one is paired with, and whether a page goes through."""
 
 class TransferStatusServicer(metaclass=_abc_1.ABCMeta):
     """How far: the state of every room on this rank. Served by prefill and decode."""
@@ -85,7 +89,7 @@ class TransferStatusServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_transfer_status_pb2.ReportTransferResponse, _abc.Awaitable[_transfer_status_pb2.ReportTransferResponse]]:
         """Called by the other side's rank when a room changes. Idempotent; an older sequence than the last one seen changes nothing.
         The answer says where the room stands here after the report, so that a lost answer is repaired by repeating the report.
-        Errors: NOT_FOUND/ROOM_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE.
+        Errors: NOT_FOUND/ROOM_UNKNOWN, FAILED_PRECONDITION/STALE_INSTANCE, PERMISSION_DENIED/PERMISSION_DENIED.
         """
 
     @_abc_1.abstractmethod
@@ -129,5 +133,13 @@ class TransferStatusServicer(metaclass=_abc_1.ABCMeta):
         """Failed rooms whose memory must not be used again yet, oldest first: what each keeps, and who still has to prove what.
         Empty on prefill, where nobody else writes. Time alone never shortens this list.
         """
+
+    @_abc_1.abstractmethod
+    def ListPeers(
+        self,
+        request: _transfer_status_pb2.ListPeersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transfer_status_pb2.ListPeersResponse, _abc.Awaitable[_transfer_status_pb2.ListPeersResponse]]:
+        """The processes that this one is paired with, and whether a page goes through."""
 
 def add_TransferStatusServicer_to_server(servicer: TransferStatusServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,19 +26,21 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11pd/v1/types.proto\x12\x05pd.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\".\n\x08Instance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"A\n\x0cProcessProof\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x13\n\x0bstart_ticks\x18\x03 \x01(\x04\"X\n\nBufferSpec\x12\x1f\n\x04kind\x18\x01 \x01(\x0e\x32\x11.pd.v1.BufferKind\x12\x11\n\tlayer_ids\x18\x02 \x03(\r\x12\x16\n\x0eitem_len_bytes\x18\x03 \x01(\x04\"\xc6\x01\n\x08KvLayout\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x01(\r\x12\x10\n\x08kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\x17\n\x0fmetadata_schema\x18\x07 \x01(\r\x12\x18\n\x10software_version\x18\x08 \x01(\t\x12\"\n\x07\x62uffers\x18\t \x03(\x0b\x32\x11.pd.v1.BufferSpec\"1\n\x0cMetadataSlot\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"c\n\x12TransferTransition\x12#\n\x05state\x18\x01 \x01(\x0e\x32\x14.pd.v1.TransferState\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xdd\x02\n\x08Transfer\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12\x0b\n\x03rid\x18\x02 \x01(\t\x12\x19\n\x04role\x18\x03 \x01(\x0e\x32\x0b.pd.v1.Role\x12#\n\x05state\x18\x04 \x01(\x0e\x32\x14.pd.v1.TransferState\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\x13\n\x0b\x63hunks_done\x18\x06 \x01(\r\x12\x12\n\npages_done\x18\x07 \x01(\x04\x12\x12\n\nbytes_done\x18\x08 \x01(\x04\x12\x1d\n\x04peer\x18\t \x01(\x0b\x32\x0f.pd.v1.Instance\x12#\n\x07\x66\x61ilure\x18\n \x01(\x0b\x32\x12.google.rpc.Status\x12+\n\x08timeline\x18\x0b \x03(\x0b\x32\x19.pd.v1.TransferTransition\x12,\n\x08\x64\x65\x61\x64line\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*\xcf\x01\n\rTransferState\x12\x1e\n\x1aTRANSFER_STATE_UNSPECIFIED\x10\x00\x12 \n\x1cTRANSFER_STATE_BOOTSTRAPPING\x10\x01\x12$\n TRANSFER_STATE_WAITING_FOR_INPUT\x10\x02\x12\x1f\n\x1bTRANSFER_STATE_TRANSFERRING\x10\x03\x12\x1a\n\x16TRANSFER_STATE_SUCCESS\x10\x04\x12\x19\n\x15TRANSFER_STATE_FAILED\x10\x05*p\n\nBufferKind\x12\x1b\n\x17\x42UFFER_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x42UFFER_KIND_KEY\x10\x01\x12\x15\n\x11\x42UFFER_KIND_VALUE\x10\x02\x12\x19\n\x15\x42UFFER_KIND_KEY_VALUE\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11pd/v1/types.proto\x12\x05pd.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\".\n\x08Instance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"A\n\x0cProcessProof\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x13\n\x0bstart_ticks\x18\x03 \x01(\x04\"X\n\nBufferSpec\x12\x1f\n\x04kind\x18\x01 \x01(\x0e\x32\x11.pd.v1.BufferKind\x12\x11\n\tlayer_ids\x18\x02 \x03(\r\x12\x16\n\x0eitem_len_bytes\x18\x03 \x01(\x04\"\xed\x01\n\x08KvLayout\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x01(\r\x12\x10\n\x08kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\x17\n\x0fmetadata_schema\x18\x07 \x01(\r\x12\x18\n\x10software_version\x18\x08 \x01(\t\x12\"\n\x07\x62uffers\x18\t \x03(\x0b\x32\x11.pd.v1.BufferSpec\x12%\n\x0bstate_kinds\x18\n \x03(\x0e\x32\x10.pd.v1.StateKind\"1\n\x0cMetadataSlot\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"\xc2\x01\n\x12TransferTransition\x12#\n\x05state\x18\x01 \x01(\x0e\x32\x14.pd.v1.TransferState\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x13\n\x0b\x63hunks_done\x18\x04 \x01(\r\x12\x12\n\npages_done\x18\x05 \x01(\x04\x12\x12\n\nbytes_done\x18\x06 \x01(\x04\x12\x0e\n\x06reason\x18\x07 \x01(\t\"\xdd\x02\n\x08Transfer\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12\x0b\n\x03rid\x18\x02 \x01(\t\x12\x19\n\x04role\x18\x03 \x01(\x0e\x32\x0b.pd.v1.Role\x12#\n\x05state\x18\x04 \x01(\x0e\x32\x14.pd.v1.TransferState\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\x13\n\x0b\x63hunks_done\x18\x06 \x01(\r\x12\x12\n\npages_done\x18\x07 \x01(\x04\x12\x12\n\nbytes_done\x18\x08 \x01(\x04\x12\x1d\n\x04peer\x18\t \x01(\x0b\x32\x0f.pd.v1.Instance\x12#\n\x07\x66\x61ilure\x18\n \x01(\x0b\x32\x12.google.rpc.Status\x12+\n\x08timeline\x18\x0b \x03(\x0b\x32\x19.pd.v1.TransferTransition\x12,\n\x08\x64\x65\x61\x64line\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*\xcf\x01\n\rTransferState\x12\x1e\n\x1aTRANSFER_STATE_UNSPECIFIED\x10\x00\x12 \n\x1cTRANSFER_STATE_BOOTSTRAPPING\x10\x01\x12$\n TRANSFER_STATE_WAITING_FOR_INPUT\x10\x02\x12\x1f\n\x1bTRANSFER_STATE_TRANSFERRING\x10\x03\x12\x1a\n\x16TRANSFER_STATE_SUCCESS\x10\x04\x12\x19\n\x15TRANSFER_STATE_FAILED\x10\x05*p\n\nBufferKind\x12\x1b\n\x17\x42UFFER_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x42UFFER_KIND_KEY\x10\x01\x12\x15\n\x11\x42UFFER_KIND_VALUE\x10\x02\x12\x19\n\x15\x42UFFER_KIND_KEY_VALUE\x10\x03*X\n\tStateKind\x12\x1a\n\x16STATE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14STATE_KIND_RECURRENT\x10\x01\x12\x15\n\x11STATE_KIND_WINDOW\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pd.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=996
-  _globals['_ROLE']._serialized_end=1059
-  _globals['_TRANSFERSTATE']._serialized_start=1062
-  _globals['_TRANSFERSTATE']._serialized_end=1269
-  _globals['_BUFFERKIND']._serialized_start=1271
-  _globals['_BUFFERKIND']._serialized_end=1383
+  _globals['_ROLE']._serialized_start=1131
+  _globals['_ROLE']._serialized_end=1194
+  _globals['_TRANSFERSTATE']._serialized_start=1197
+  _globals['_TRANSFERSTATE']._serialized_end=1404
+  _globals['_BUFFERKIND']._serialized_start=1406
+  _globals['_BUFFERKIND']._serialized_end=1518
+  _globals['_STATEKIND']._serialized_start=1520
+  _globals['_STATEKIND']._serialized_end=1608
   _globals['_INSTANCE']._serialized_start=86
   _globals['_INSTANCE']._serialized_end=132
   _globals['_PROCESSPROOF']._serialized_start=134
@@ -46,11 +48,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BUFFERSPEC']._serialized_start=201
   _globals['_BUFFERSPEC']._serialized_end=289
   _globals['_KVLAYOUT']._serialized_start=292
-  _globals['_KVLAYOUT']._serialized_end=490
-  _globals['_METADATASLOT']._serialized_start=492
-  _globals['_METADATASLOT']._serialized_end=541
-  _globals['_TRANSFERTRANSITION']._serialized_start=543
-  _globals['_TRANSFERTRANSITION']._serialized_end=642
-  _globals['_TRANSFER']._serialized_start=645
-  _globals['_TRANSFER']._serialized_end=994
+  _globals['_KVLAYOUT']._serialized_end=529
+  _globals['_METADATASLOT']._serialized_start=531
+  _globals['_METADATASLOT']._serialized_end=580
+  _globals['_TRANSFERTRANSITION']._serialized_start=583
+  _globals['_TRANSFERTRANSITION']._serialized_end=777
+  _globals['_TRANSFER']._serialized_start=780
+  _globals['_TRANSFER']._serialized_end=1129
 # @@protoc_insertion_point(module_scope)

@@ -32,6 +32,12 @@ class BufferKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BUFFER_KIND_KEY: _ClassVar[BufferKind]
     BUFFER_KIND_VALUE: _ClassVar[BufferKind]
     BUFFER_KIND_KEY_VALUE: _ClassVar[BufferKind]
+
+class StateKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STATE_KIND_UNSPECIFIED: _ClassVar[StateKind]
+    STATE_KIND_RECURRENT: _ClassVar[StateKind]
+    STATE_KIND_WINDOW: _ClassVar[StateKind]
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
@@ -45,6 +51,9 @@ BUFFER_KIND_UNSPECIFIED: BufferKind
 BUFFER_KIND_KEY: BufferKind
 BUFFER_KIND_VALUE: BufferKind
 BUFFER_KIND_KEY_VALUE: BufferKind
+STATE_KIND_UNSPECIFIED: StateKind
+STATE_KIND_RECURRENT: StateKind
+STATE_KIND_WINDOW: StateKind
 
 class Instance(_message.Message):
     __slots__ = ("instance_id", "epoch")
@@ -75,7 +84,7 @@ class BufferSpec(_message.Message):
     def __init__(self, kind: _Optional[_Union[BufferKind, str]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., item_len_bytes: _Optional[int] = ...) -> None: ...
 
 class KvLayout(_message.Message):
-    __slots__ = ("model", "dtype", "page_size", "layers", "kv_heads", "head_dim", "metadata_schema", "software_version", "buffers")
+    __slots__ = ("model", "dtype", "page_size", "layers", "kv_heads", "head_dim", "metadata_schema", "software_version", "buffers", "state_kinds")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +94,7 @@ class KvLayout(_message.Message):
     METADATA_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    STATE_KINDS_FIELD_NUMBER: _ClassVar[int]
     model: str
     dtype: str
     page_size: int
@@ -94,7 +104,8 @@ class KvLayout(_message.Message):
     metadata_schema: int
     software_version: str
     buffers: _containers.RepeatedCompositeFieldContainer[BufferSpec]
-    def __init__(self, model: _Optional[str] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., metadata_schema: _Optional[int] = ..., software_version: _Optional[str] = ..., buffers: _Optional[_Iterable[_Union[BufferSpec, _Mapping]]] = ...) -> None: ...
+    state_kinds: _containers.RepeatedScalarFieldContainer[StateKind]
+    def __init__(self, model: _Optional[str] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., metadata_schema: _Optional[int] = ..., software_version: _Optional[str] = ..., buffers: _Optional[_Iterable[_Union[BufferSpec, _Mapping]]] = ..., state_kinds: _Optional[_Iterable[_Union[StateKind, str]]] = ...) -> None: ...
 
 class MetadataSlot(_message.Message):
     __slots__ = ("index", "generation")
@@ -105,12 +116,22 @@ class MetadataSlot(_message.Message):
     def __init__(self, index: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class TransferTransition(_message.Message):
-    __slots__ = ("state", "time")
+    __slots__ = ("state", "time", "sequence", "chunks_done", "pages_done", "bytes_done", "reason")
     STATE_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_DONE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     state: TransferState
     time: _timestamp_pb2.Timestamp
-    def __init__(self, state: _Optional[_Union[TransferState, str]] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    sequence: int
+    chunks_done: int
+    pages_done: int
+    bytes_done: int
+    reason: str
+    def __init__(self, state: _Optional[_Union[TransferState, str]] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., sequence: _Optional[int] = ..., chunks_done: _Optional[int] = ..., pages_done: _Optional[int] = ..., bytes_done: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Transfer(_message.Message):
     __slots__ = ("bootstrap_room", "rid", "role", "state", "sequence", "chunks_done", "pages_done", "bytes_done", "peer", "failure", "timeline", "deadline")
