@@ -27,12 +27,14 @@ from pd_common.types import (
     BootstrapRoom,
     BufferKind,
     BufferSpec,
+    DataPlane,
     Instance,
     KvLayout,
     ProcessProof,
     RankInfo,
     RankPosition,
     Role,
+    StateKind,
 )
 from tests.control.serving import DATA_PLANE, LAYOUT, make_request
 
@@ -63,10 +65,12 @@ layouts = st.builds(
     metadata_schema=uint32,
     software_version=text,
     buffers=tuples(st.builds(BufferSpec, st.sampled_from(BufferKind), tuples(uint32), uint64)),
+    state_kinds=tuples(st.sampled_from(StateKind)),
 )
 axis = st.integers(1, 2**32 - 1)
 positions = st.builds(RankPosition, uint32, axis, uint32, axis, uint32, axis)
-ranks = st.builds(RankInfo, instances, st.sampled_from(Role), positions, name, layouts)
+data_planes = st.builds(DataPlane, name, text, text, tuples(text), tuples(text))
+ranks = st.builds(RankInfo, instances, st.sampled_from(Role), positions, name, layouts, data_planes)
 samplings = st.builds(
     SamplingParams,
     max_new_tokens=uint32,
