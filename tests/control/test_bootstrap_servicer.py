@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pd.v1 import bootstrap_pb2, bootstrap_pb2_grpc, types_pb2
 
-from pd_common.control import convert, server
+from pd_common.control import bootstrap_servicer, convert, server
 from pd_common.control.bootstrap_servicer import BootstrapServicer
 from pd_common.control.clients import BootstrapClient, Connection
 from pd_common.control.registry import Registry
