@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
-import re
-import socket
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from pd_common import addresses
 from pd_common.errors import InvalidRequest
-from pd_common.types import BootstrapAddress
+from pd_common.types import BootstrapAddress, RankPosition
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -28,6 +27,13 @@ CONTEXT = {
     "show_default": True,
 }
 """click settings of every command: `--page-size` is also `PD_PAGE_SIZE`."""
+
+_LEAST_S = {
+    "drain_timeout_s": 0.0,
+    "room_retention_s": 5.0,  # the longest that a call about a room, an offer say, is on its way
+    "bootstrap_timeout_s": 3.0,  # the time in which a dead peer is noticed
+    "waiting_timeout_s": 3.0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,30 +56,55 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ListenConfig:
-    """Where the process listens, and the name under which others reach it."""
+    """Where the process listens, and the name under which others reach it.
+
+    Raises:
+        InvalidRequest: as `addresses.advertised_host`: nobody could.
+
+    """
 
     host: str
     port: int
     advertise_host: str | None
+    advertise_interface: str | None
+
+    def __post_init__(self) -> None:
+        _ = self.advertised_host  # refused now, not when a model has been loaded
 
     def advertised(self, bound_port: int) -> str:
-        """host:port for others. Raises as `advertised_host`."""
-        host = self.advertised_host
-        return f"[{host}]:{bound_port}" if ":" in host else f"{host}:{bound_port}"
+        """host:port for others."""
+        return BootstrapAddress(self.advertised_host, bound_port).target
 
     @property
     def advertised_host(self) -> str:
-        """What was asked for, else the bind address, else a guess from this host's name.
+        """Name or address by which others reach this process."""
+        return addresses.advertised_host(self.host, self.advertise_host, self.advertise_interface)
 
-        Raises:
-            InvalidRequest: the address would be a wildcard: nobody could connect to it.
 
-        """
-        host = self.advertise_host or (self.host if not _is_wildcard(self.host) else _own_address())
-        host = host.strip("[]")
-        if _is_wildcard(host):
-            raise InvalidRequest(f"{host} cannot be advertised: give --advertise-host", field="advertise_host")
-        return host
+@dataclass(frozen=True, slots=True)
+class RankConfig:
+    """Where a prefill process stands among those that share one Bootstrap directory.
+
+    Raises:
+        InvalidRequest: there is no such place.
+
+    """
+
+    bootstrap: BootstrapAddress | None
+    """None for this process's own."""
+    dp_rank: int
+    dp_size: int
+
+    def __post_init__(self) -> None:
+        if self.dp_rank >= self.dp_size:
+            raise InvalidRequest(
+                f"--dp-rank {self.dp_rank} is not one of --dp-size {self.dp_size}: they count from 0", field="dp_rank"
+            )
+
+    @property
+    def position(self) -> RankPosition:
+        """In the grid of ranks."""
+        return RankPosition(self.dp_rank, self.dp_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +120,44 @@ class TransportConfig:
 
 @dataclass(frozen=True, slots=True)
 class RoomConfig:
-    """How rooms end: seconds that running rooms get when the process stops, and that ended rooms stay on record."""
+    """How rooms end, in seconds: what each wait may take, and how long ended rooms stay on record.
+
+    Raises:
+        InvalidRequest: endless, or too short: rooms would be given up, or forgotten, while a word about them is still
+            on its way or can be repeated.
+
+    """
 
     drain_timeout_s: float
     room_retention_s: float
+    bootstrap_timeout_s: float
+    waiting_timeout_s: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            seconds: float = getattr(self, field.name)
+            least = _LEAST_S[field.name]
+            if not least <= seconds < math.inf:
+                name = f"--{field.name.removesuffix('_s').replace('_', '-')}"
+                raise InvalidRequest(
+                    f"{name} must be at least {least:g} seconds and end some day, not {seconds:g}", field=field.name
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """Who may talk to this process: files of certificates (PEM) and of ticket keys, all of them or none."""
+
+    tls_cert: Path | None
+    tls_key: Path | None
+    tls_ca: Path | None
+    tls_verify_clients: bool
+    ticket_key_file: Path | None
 
 
 def pick(cls: type[_C], options: Mapping[str, Any]) -> _C:
     """The settings of one kind out of all options, by field name."""
     return cls(**{field.name: options[field.name] for field in fields(cls)})
-
-
-_HOST_PORT = re.compile(r"(?:\[(?P<ipv6>[^\[\]\s]+)\]|(?P<name>[^:\[\]\s]+)):(?P<port>[0-9]{1,5})")
 
 
 class _Address(click.ParamType[BootstrapAddress]):
@@ -111,10 +168,10 @@ class _Address(click.ParamType[BootstrapAddress]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> BootstrapAddress:
         if isinstance(value, BootstrapAddress):
             return value
-        parts = _HOST_PORT.fullmatch(str(value))
-        if parts is None or not 0 < int(parts["port"]) < 65536:
-            self.fail(f"{value!r} is not HOST:PORT (an IPv6 host stands in brackets)", param, ctx)
-        return BootstrapAddress(parts["ipv6"] or parts["name"], int(parts["port"]))
+        try:
+            return addresses.parse_address(str(value), self.name)
+        except InvalidRequest as error:
+            self.fail(error.message, param, ctx)
 
 
 ADDRESS = _Address()
@@ -149,7 +206,7 @@ def model_options(command: _F) -> _F:
 
 
 def listen_options(port: int) -> Callable[[_F], _F]:
-    """--host, --port, --advertise-host."""
+    """--host, --port, --advertise-host, --advertise-interface."""
 
     def decorate(command: _F) -> _F:
         return _apply(
@@ -163,9 +220,30 @@ def listen_options(port: int) -> Callable[[_F], _F]:
                 "--advertise-host",
                 help="Name or address by which others reach this process.  [default: --host, or this host's own]",
             ),
+            click.option(
+                "--advertise-interface", metavar="NAME",
+                help="Network interface, as in eth0, by whose address others reach this process.",
+            ),
         )  # fmt: skip
 
     return decorate
+
+
+def rank_options(command: _F) -> _F:
+    """Where a prefill process stands among those that share one Bootstrap directory."""
+    return _apply(
+        command,
+        click.option(
+            "--bootstrap", type=ADDRESS, help="Directory to register with.  [default: this process's own]",
+        ),
+        click.option(
+            "--dp-rank", default=0, type=click.IntRange(min=0), help="Data-parallel rank of this process, from 0.",
+        ),
+        click.option(
+            "--dp-size", default=1, type=click.IntRange(min=1),
+            help="Data-parallel ranks that share the directory.",
+        ),
+    )  # fmt: skip
 
 
 def transport_options(command: _F) -> _F:
@@ -175,7 +253,7 @@ def transport_options(command: _F) -> _F:
         click.option(
             "--transfer-backend", "--disaggregation-transfer-backend", "transfer_backend", default="ucx",
             type=click.Choice(["ucx", "nixl", "mooncake", "fake"]),
-            help="Library that moves pages; fake moves none and serves only requests whose bootstrap host is 2.2.2.2.",
+            help="Library that moves pages; fake moves none, for measuring handshakes; its answers mean nothing.",
         ),
         click.option(
             "--ucx-library", default="wheel", help="Which UCX: wheel (libucx-cu12), system, or a path of libucp.so.",
@@ -216,13 +294,41 @@ def room_options(command: _F) -> _F:
     return _apply(
         command,
         click.option(
-            "--drain-timeout", "drain_timeout_s", default=30.0, type=click.FloatRange(min=0), envvar="PD_DRAIN_TIMEOUT",
+            "--drain-timeout", "drain_timeout_s", default=30.0, type=float, envvar="PD_DRAIN_TIMEOUT",
             help="Seconds that running requests get to end after SIGTERM.",
         ),
         click.option(
-            "--room-retention", "room_retention_s", default=300.0, type=click.FloatRange(min=1),
-            envvar="PD_ROOM_RETENTION",
+            "--room-retention", "room_retention_s", default=300.0, type=float, envvar="PD_ROOM_RETENTION",
             help="Seconds for which an ended room can still be inspected, and its number cannot be used again.",
+        ),
+        click.option(
+            "--bootstrap-timeout", "--disaggregation-bootstrap-timeout", "bootstrap_timeout_s", default=300.0,
+            type=float, envvar=["PD_BOOTSTRAP_TIMEOUT", "PD_DISAGGREGATION_BOOTSTRAP_TIMEOUT"],
+            help="Seconds in which the two sides of a room must have met and set memory aside.",
+        ),
+        click.option(
+            "--waiting-timeout", "--disaggregation-waiting-timeout", "waiting_timeout_s", default=300.0,
+            type=float, envvar=["PD_WAITING_TIMEOUT", "PD_DISAGGREGATION_WAITING_TIMEOUT"],
+            help="Seconds that a room may wait for the next chunk once pages are offered; each chunk begins them anew.",
+        ),
+    )  # fmt: skip
+
+
+def security_options(command: _F) -> _F:
+    """Who may talk to this process."""
+    path = click.Path(path_type=Path)
+    return _apply(
+        command,
+        click.option("--tls-cert", type=path, help="This process's certificates, PEM: turns TLS on.  [default: none]"),
+        click.option("--tls-key", type=path, help="The certificate's private key, PEM.  [default: none]"),
+        click.option("--tls-ca", type=path, help="Certificates of who may sign for others, PEM.  [default: none]"),
+        click.option(
+            "--tls-verify-clients/--no-tls-verify-clients", default=True,
+            help="With TLS: whether a caller needs a certificate, which also says what it may call.",
+        ),
+        click.option(
+            "--ticket-key-file", type=path,
+            help="Keys that sign and check tickets of rooms, one a line; the first signs.  [default: none]",
         ),
     )  # fmt: skip
 
@@ -231,20 +337,3 @@ def _apply(command: _F, *options: Callable[[_F], _F]) -> _F:
     for option in reversed(options):
         command = option(command)
     return command
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_unspecified
-    except ValueError:
-        return False
-
-
-def _own_address() -> str:
-    """The address of this host's own name; no packet leaves the host for this."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError as error:
-        raise InvalidRequest(
-            "this host's own address is unknown: give --advertise-host", field="advertise_host"
-        ) from error

@@ -109,6 +109,8 @@ class ModelInfo:
     vocab_size: int
     page_size: int
     has_chat_template: bool
+    bootstrap: BootstrapAddress | None = None
+    """The directory in which decode finds this prefill; None for its own."""
 
 
 @dataclass(frozen=True, slots=True)

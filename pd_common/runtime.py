@@ -12,7 +12,9 @@ from pd_common import config
 from pd_common.control import process
 from pd_common.control.outputs import OutputHub
 from pd_common.engine.engine import Engine
+from pd_common.handoff.canary import CanaryMemory
 from pd_common.handoff.chunk import PoolBuffers
+from pd_common.handoff.deadlines import Timeouts
 from pd_common.handoff.digest import PageDigest
 from pd_common.handoff.metadata import METADATA_SCHEMA, MetadataBuffers
 from pd_common.handoff.table import TransferTable
@@ -26,12 +28,13 @@ _MAX_FINISHED_ROOMS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """One engine process's own things. `regions`, known to `transport`, are the KV pool and the metadata slots."""
+    """One engine process's own things. `regions`, known to `transport`, are KV pool, metadata slots and canaries."""
 
     instance: Instance
     engine: Engine
     pool: PoolBuffers
     metadata: MetadataBuffers
+    canaries: CanaryMemory
     transport: Transport
     regions: tuple[MemoryRegion, ...]
     transfers: TransferTable
@@ -49,16 +52,18 @@ class Runtime:
         process.share_interpreter()
         instance = process.new_instance(role)
         tracing = spans.configure(f"pd-{role.value}", instance.instance_id)
-        model = config.pick(config.ModelConfig, options)
+        model, rooms = config.pick(config.ModelConfig, options), config.pick(config.RoomConfig, options)
         engine = _load(model)
         metadata = MetadataBuffers(2 * model.max_running_requests)
         transport = open_transport(config.pick(config.TransportConfig, options))
-        regions = (MemoryRegion(*engine.pool.region), metadata.region)
+        canaries = CanaryMemory(engine.layout.page_bytes)
+        regions = (MemoryRegion(*engine.pool.region), metadata.region, canaries.region)
         for region in regions:
             transport.register(region)
-        retention_s = config.pick(config.RoomConfig, options).room_retention_s
-        transfers = TransferTable(role, retention_s, _MAX_FINISHED_ROOMS)
-        return cls(instance, engine, _pool_of(engine), metadata, transport, regions, transfers, OutputHub(), tracing)
+        transfers = _new_table(role, rooms, instance)
+        return cls(
+            instance, engine, _pool_of(engine), metadata, canaries, transport, regions, transfers, OutputHub(), tracing
+        )
 
     def data_plane(self, host: str) -> DataPlane:
         """What others are told of how pages travel; `host` is where writes come from."""
@@ -88,6 +93,12 @@ def _load(model: config.ModelConfig) -> Engine:
         device=model.device,
         threads=model.threads,
     )
+
+
+def _new_table(role: Role, rooms: config.RoomConfig, instance: Instance) -> TransferTable:
+    """Numbered from the epoch on: microseconds rise faster than rooms change, so no earlier life came so far."""
+    timeouts = Timeouts(rooms.bootstrap_timeout_s, rooms.waiting_timeout_s)
+    return TransferTable(role, rooms.room_retention_s, _MAX_FINISHED_ROOMS, timeouts, sequence=instance.epoch)
 
 
 def _pool_of(engine: Engine) -> PoolBuffers:

@@ -155,6 +155,17 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Topology:
+    """All ranks of one service, ordered by position; none while a position is not held.
+
+    `epoch` names this set of ranks: it rises whenever a rank comes, goes or is replaced.
+    """
+
+    ranks: tuple[RankInfo, ...]
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class BootstrapAddress:
     """The prefill a request is to meet: host and port of its Bootstrap service."""
 

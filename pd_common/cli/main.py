@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from pd_common.cli.bench.command import bench
+from pd_common.cli.ticket import ticket
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True})
@@ -13,6 +14,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(ticket)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,33 @@
-"""Abort on prefill and decode: answers when this process will write nothing more of the room."""
+"""Abort on router, prefill and decode: answers when this process will write nothing more of the room."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 from pd.v1 import abort_pb2, abort_pb2_grpc, types_pb2
 
 from pd_common.control import convert
-from pd_common.control.rooms import Call, RoomService, check_recipient
-from pd_common.errors import RoomAborted
+from pd_common.control.rooms import Call, check_recipient
+from pd_common.errors import PdError, RoomAborted
+from pd_common.handoff.state import TransferState
+from pd_common.types import BootstrapRoom, Instance
+
+
+class Abortable(Protocol):
+    """What Abort needs of a process."""
+
+    @property
+    def instance(self) -> Instance:
+        """Identity of the process's present life."""
+
+    async def abort(self, room: BootstrapRoom, error: PdError) -> TransferState | None:
+        """Ends the room, or remembers it if it is unknown; returns when this process will write nothing more of it."""
 
 
 class AbortServicer(abort_pb2_grpc.AbortServicer):
     """Ends rooms of one process."""
 
-    def __init__(self, service: RoomService) -> None:
+    def __init__(self, service: Abortable) -> None:
         self._service = service
 
     async def AbortRoom(self, request: abort_pb2.AbortRoomRequest, context: Call) -> abort_pb2.AbortRoomResponse:

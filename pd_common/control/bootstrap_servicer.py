@@ -10,8 +10,9 @@ from contextlib import suppress
 from pd.v1 import bootstrap_pb2, bootstrap_pb2_grpc
 
 from pd_common.control import convert
-from pd_common.control.registry import Registry
+from pd_common.control.registry import MAX_QUERY_ROOMS, Registry
 from pd_common.control.rooms import Call
+from pd_common.errors import InvalidRequest
 
 
 class BootstrapServicer(bootstrap_pb2_grpc.BootstrapServicer):
@@ -44,21 +45,25 @@ class BootstrapServicer(bootstrap_pb2_grpc.BootstrapServicer):
     async def GetTopology(
         self, request: bootstrap_pb2.GetTopologyRequest, context: Call
     ) -> bootstrap_pb2.GetTopologyResponse:
-        ranks = self._registry.topology(time.monotonic())
-        return bootstrap_pb2.GetTopologyResponse(ranks=[convert.rank_to(rank) for rank in ranks])
+        topology = self._registry.complete_topology(time.monotonic())
+        return bootstrap_pb2.GetTopologyResponse(
+            ranks=[convert.rank_to(rank) for rank in topology.ranks], epoch=topology.epoch
+        )
 
     async def WatchTopology(
         self, request: bootstrap_pb2.WatchTopologyRequest, context: Call
     ) -> AsyncIterator[bootstrap_pb2.WatchTopologyResponse]:
-        shown: tuple[object, ...] | None = None
+        """A watcher that is slow to read sees what is there when it reads, not all that has been."""
+        shown_epoch, is_shown = 0, False
         while True:
-            change = self._change  # taken before the look: what comes while the watcher is being told is not missed
-            ranks = self._registry.complete_or_empty(time.monotonic())
-            if ranks != shown and (ranks or shown):
-                yield bootstrap_pb2.WatchTopologyResponse(ranks=[convert.rank_to(rank) for rank in ranks])
-            shown = ranks
-            with suppress(TimeoutError):  # a lease may end without anybody saying so
-                await asyncio.wait_for(change.wait(), self._registry.lease_s / 2)
+            topology = self._registry.topology(time.monotonic())
+            if topology.epoch != shown_epoch and (topology.ranks or is_shown):
+                yield bootstrap_pb2.WatchTopologyResponse(
+                    ranks=[convert.rank_to(rank) for rank in topology.ranks], epoch=topology.epoch
+                )
+                shown_epoch, is_shown = topology.epoch, bool(topology.ranks)
+            else:
+                await self._next_change()
 
     async def RegisterDpRank(
         self, request: bootstrap_pb2.RegisterDpRankRequest, context: Call
@@ -70,6 +75,10 @@ class BootstrapServicer(bootstrap_pb2_grpc.BootstrapServicer):
     async def QueryDpRanks(
         self, request: bootstrap_pb2.QueryDpRanksRequest, context: Call
     ) -> bootstrap_pb2.QueryDpRanksResponse:
+        if len(request.bootstrap_rooms) > MAX_QUERY_ROOMS:
+            raise InvalidRequest(
+                f"{len(request.bootstrap_rooms)} rooms are more than {MAX_QUERY_ROOMS}", field="bootstrap_rooms"
+            )
         rooms = [convert.room_from(room) for room in request.bootstrap_rooms]
         found = self._registry.query_dp_ranks(rooms, time.monotonic())
         return bootstrap_pb2.QueryDpRanksResponse(dp_ranks={int(room): rank for room, rank in found.items()})
@@ -77,3 +86,11 @@ class BootstrapServicer(bootstrap_pb2_grpc.BootstrapServicer):
     def _announce(self) -> None:
         self._change.set()
         self._change = asyncio.Event()
+
+    async def _next_change(self) -> None:
+        """Returns when something is announced, or when a lease ends, of which nobody tells."""
+        ends_at = self._registry.next_end()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(
+                self._change.wait(), None if ends_at is None else max(0.0, ends_at - time.monotonic())
+            )

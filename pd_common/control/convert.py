@@ -72,6 +72,10 @@ def instance_from(message: types_pb2.Instance, field: str) -> Instance:
     return Instance(message.instance_id, message.epoch)
 
 
+def role_to(role: Role) -> types_pb2.Role:
+    return _ROLE[role]
+
+
 def process_to(proof: ProcessProof) -> types_pb2.ProcessProof:
     return types_pb2.ProcessProof(host_id=proof.host_id, pid=proof.pid, start_ticks=proof.start_ticks)
 
@@ -131,7 +135,7 @@ def rank_to(rank: RankInfo) -> bootstrap_pb2.RankInfo:
     position = rank.position
     return bootstrap_pb2.RankInfo(
         instance=instance_to(rank.instance),
-        role=_ROLE[rank.role],
+        role=role_to(rank.role),
         position=bootstrap_pb2.RankPosition(
             dp_rank=position.dp_rank,
             dp_size=position.dp_size,
@@ -215,7 +219,7 @@ def transfer_to(transfer: Transfer, clock_offset_s: float) -> types_pb2.Transfer
     return types_pb2.Transfer(
         bootstrap_room=transfer.room,
         rid=transfer.rid or "",
-        role=_ROLE[transfer.role],
+        role=role_to(transfer.role),
         state=_STATE[transfer.state],
         sequence=transfer.sequence,
         chunks_done=progress.chunks_done,
@@ -224,7 +228,15 @@ def transfer_to(transfer: Transfer, clock_offset_s: float) -> types_pb2.Transfer
         peer=instance_to(transfer.peer) if transfer.peer else None,
         failure=to_status(transfer.failure) if transfer.failure else None,
         timeline=[
-            types_pb2.TransferTransition(state=_STATE[step.state], time=timestamp_to(step.at_s + clock_offset_s))
+            types_pb2.TransferTransition(
+                state=_STATE[step.state],
+                time=timestamp_to(step.at_s + clock_offset_s),
+                sequence=step.sequence,
+                chunks_done=step.progress.chunks_done,
+                pages_done=step.progress.pages_done,
+                bytes_done=step.progress.bytes_done,
+                reason=step.reason or "",
+            )
             for step in transfer.timeline
         ],
         deadline=timestamp_to(transfer.deadline_s + clock_offset_s),

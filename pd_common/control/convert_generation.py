@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pd.v1 import generation_pb2
 
+from pd_common.addresses import parse_address
 from pd_common.control.convert import duration_to, room_from, time_limit_from
 from pd_common.control.status import from_status, to_status
 from pd_common.errors import InternalError, InvalidRequest
@@ -40,6 +41,7 @@ def model_to(model: ModelInfo) -> generation_pb2.GetModelResponse:
         vocab_size=model.vocab_size,
         page_size=model.page_size,
         has_chat_template=model.has_chat_template,
+        bootstrap_address=model.bootstrap.target if model.bootstrap else "",
     )
 
 
@@ -51,6 +53,7 @@ def model_from(message: generation_pb2.GetModelResponse) -> ModelInfo:
         vocab_size=message.vocab_size,
         page_size=message.page_size,
         has_chat_template=message.has_chat_template,
+        bootstrap=parse_address(message.bootstrap_address, "bootstrap_address") if message.bootstrap_address else None,
     )
 
 

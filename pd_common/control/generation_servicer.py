@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from pd.v1 import generation_pb2, generation_pb2_grpc
 
 from pd_common.control import convert_generation
 from pd_common.control.outputs import OutputHub
-from pd_common.control.rooms import Call, RoomService
+from pd_common.control.rooms import Call, RoomService, within_call
 from pd_common.errors import ClientCancelled, InvalidRequest
-from pd_common.generation import ChatMessage, ModelInfo
+from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo
 from pd_common.telemetry import spans
+from pd_common.types import BootstrapAddress
 
 
 class TextModel(Protocol):
@@ -31,13 +33,17 @@ class TextModel(Protocol):
 class EngineGenerationServicer(generation_pb2_grpc.GenerationServicer):
     """Generation on prefill and decode. `Generate` is `Submit` and `StreamOutputs` of a subscriber of its own."""
 
-    def __init__(self, service: RoomService, hub: OutputHub, model: TextModel) -> None:
+    def __init__(
+        self, service: RoomService, hub: OutputHub, model: TextModel, bootstrap: BootstrapAddress | None = None
+    ) -> None:
+        """`bootstrap` is the directory in which decode finds this prefill, when it is not its own."""
         self._service = service
         self._hub = hub
         self._model = model
+        self._bootstrap = bootstrap
 
     async def GetModel(self, request: generation_pb2.GetModelRequest, context: Call) -> generation_pb2.GetModelResponse:
-        return convert_generation.model_to(self._model.model_info)
+        return convert_generation.model_to(replace(self._model.model_info, bootstrap=self._bootstrap))
 
     async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: Call) -> generation_pb2.TokenizeResponse:
         match request.WhichOneof("input"):
@@ -51,7 +57,7 @@ class EngineGenerationServicer(generation_pb2_grpc.GenerationServicer):
         return generation_pb2.TokenizeResponse(token_ids=ids)
 
     async def Submit(self, request: generation_pb2.SubmitRequest, context: Call) -> generation_pb2.SubmitResponse:
-        await self._submit(request.request, request.subscriber, context)
+        self._submit(await self._request_from(request.request), request.subscriber, context)
         return generation_pb2.SubmitResponse()
 
     async def StreamOutputs(
@@ -73,19 +79,22 @@ class EngineGenerationServicer(generation_pb2_grpc.GenerationServicer):
         subscriber = f"generate-{uuid.uuid4()}"
         self._hub.subscribe(subscriber)
         try:
-            await self._submit(request, subscriber, context)
+            leg = await self._request_from(request)
+            self._submit(replace(leg, timeout_s=within_call(leg.timeout_s, context)), subscriber, context)
             async for outputs in self._hub.stream(subscriber):
                 for output in outputs:
                     if output.error is not None:
                         raise output.error
                     yield generation_pb2.GenerateResponse(output=convert_generation.output_to(output))
-                if outputs[-1].is_last:
+                if outputs and outputs[-1].is_last:
                     return
         finally:
             self._abandon(subscriber)
 
-    async def _submit(self, message: generation_pb2.GenerateRequest, subscriber: str, context: Call) -> None:
-        request = convert_generation.request_from(message, await self._prompt_of(message))
+    async def _request_from(self, message: generation_pb2.GenerateRequest) -> GenerationRequest:
+        return convert_generation.request_from(message, await self._prompt_of(message))
+
+    def _submit(self, request: GenerationRequest, subscriber: str, context: Call) -> None:
         self._hub.require(subscriber)
         self._service.submit(request, spans.received(context.invocation_metadata(), request.room))
         self._hub.own(request.room, subscriber)

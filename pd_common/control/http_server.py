@@ -10,7 +10,9 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
-from pd_common.errors import InvalidRequest
+from pd_common.aio import for_ever, why_it_died
+from pd_common.control.tls import Tls
+from pd_common.errors import InternalError, InvalidRequest
 
 _STOP_TIMEOUT_S = 5
 
@@ -26,12 +28,20 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves one ASGI application. `option` is what set the port, for the error when it is taken."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, *, option: str = "http_port") -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, *, tls: Tls | None = None, option: str = "http_port"
+    ) -> None:
         self._host, self._port, self._option = host, port, option
         settings = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_STOP_TIMEOUT_S
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_STOP_TIMEOUT_S,
+            ssl_context_factory=None if tls is None else lambda _config, _default: tls.http_context(),
         )
         self._server = _Server(settings)
+        self._server.servers = []  # uvicorn itself has none before it listens
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
@@ -42,15 +52,30 @@ class HttpServer:
 
         """
         listening = self._bind()
-        self._serving = asyncio.create_task(self._server.serve([listening]))
+        self._serving = asyncio.create_task(self._serve(listening), name=f"HTTP server ({self._option})")
         port: int = listening.getsockname()[1]
         return port
+
+    async def watch(self) -> None:
+        """Raises InternalError when serving has ended by itself; otherwise it never returns."""
+        if self._serving is not None:
+            await asyncio.wait((self._serving,))
+            if not self._server.should_exit:
+                raise InternalError(f"the HTTP server died: {why_it_died(self._serving) or 'it has ended'}")
+        await for_ever()
 
     async def stop(self) -> None:
         """Lets running requests end for a few seconds."""
         self._server.should_exit = True
         if self._serving is not None:
-            await self._serving
+            await asyncio.wait((self._serving,))
+
+    async def _serve(self, listening: socket.socket) -> None:
+        try:
+            await self._server.serve([listening])
+        finally:  # cut off in the middle, uvicorn goes on listening
+            for each in self._server.servers:
+                each.close()
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET

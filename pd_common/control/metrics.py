@@ -1,17 +1,20 @@
-"""What Prometheus reads of an engine process: how its KV pages and metadata slots are used, and how many rooms live."""
+"""What Prometheus reads of a process: errors answered; of an engine also its KV pages, metadata slots and rooms."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pd_common.aio import for_ever
 from pd_common.control.http_server import HttpServer
 from pd_common.control.rooms import PoolStatus
+from pd_common.control.tls import Tls
 
 _log = logging.getLogger(__name__)
 
@@ -38,20 +41,24 @@ def _by_state(name: str, what: str, total: int, free: int, quarantined: int) -> 
 
 
 @asynccontextmanager
-async def served(pool_status: Callable[[], PoolStatus], host: str, port: int | None) -> AsyncIterator[None]:
-    """Answers GET /metrics meanwhile; without a port nothing is served.
+async def served(
+    collectors: Iterable[Collector], host: str, port: int | None, tls: Tls | None = None
+) -> AsyncIterator[Callable[[], Coroutine[Any, Any, None]]]:
+    """Answers GET /metrics meanwhile; without a port nothing is served. Gives the server's `watch`.
 
     Raises:
         InvalidRequest: the port cannot be bound.
     """
     if port is None:
-        yield
+        yield for_ever
         return
     registry = CollectorRegistry()
-    registry.register(PoolCollector(pool_status))
-    server = HttpServer(make_asgi_app(registry), host, port, option="metrics_port")
-    _log.info("metrics on http://%s:%d/metrics", host, await server.start())
+    for collector in collectors:
+        registry.register(collector)
+    server = HttpServer(make_asgi_app(registry), host, port, tls=tls, option="metrics_port")
+    scheme = "http" if tls is None else "https"
+    _log.info("metrics on %s://%s:%d/metrics", scheme, host, await server.start())
     try:
-        yield
+        yield server.watch
     finally:
         await server.stop()

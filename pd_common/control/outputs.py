@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 
+from pd_common.control import beats
 from pd_common.errors import InvalidRequest
 from pd_common.generation import Output
 from pd_common.types import BootstrapRoom
@@ -61,7 +62,12 @@ class OutputHub:
             self._queues[owner].put_nowait(tuple(batch))
 
     async def stream(self, subscriber: str) -> AsyncIterator[tuple[Output, ...]]:
-        """The subscriber's outputs, step by step, for ever."""
+        """The subscriber's outputs, step by step, for ever; an empty tuple when there was nothing for a beat."""
         queue = self._queues[subscriber]
         while True:
-            yield await queue.get()
+            try:
+                async with asyncio.timeout(beats.BEAT_S):
+                    outputs = await queue.get()
+            except TimeoutError:
+                outputs = ()
+            yield outputs

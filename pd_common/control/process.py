@@ -1,4 +1,4 @@
-"""What every process does around its wiring: logs, errors at start, background tasks that are never lost."""
+"""What every process does around its wiring: logs, errors at start, its name, what it prints."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from importlib import metadata
 from typing import Any
 
@@ -19,7 +18,7 @@ import click
 from pd_common.errors import PdError
 from pd_common.telemetry import logs
 from pd_common.transport.base import TransportInfo
-from pd_common.types import Instance, Role
+from pd_common.types import Instance
 
 _log = logging.getLogger(__name__)
 
@@ -43,20 +42,10 @@ def share_interpreter() -> None:
     sys.setswitchinterval(0.0005)
 
 
-def new_instance(role: Role) -> Instance:
-    """The identity of this life of this process."""
-    name = f"{role.value}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+def new_instance(kind: str) -> Instance:
+    """The identity of this life of this process; `kind` is what it does."""
+    name = f"{kind}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     return Instance(name, time.time_ns() // 1000)
-
-
-@asynccontextmanager
-async def background(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs endless works beside the block. If one fails the process ends: nothing dies unseen."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(work) for work in works]
-        yield
-        for task in tasks:
-            task.cancel()
 
 
 def announce(what: str, data_plane: TransportInfo | None = None) -> None:

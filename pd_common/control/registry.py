@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pd_common.addresses import is_wildcard, parse_address
 from pd_common.errors import InvalidRequest, LayoutMismatch, StaleInstance, TopologyIncomplete
-from pd_common.types import BootstrapRoom, Instance, RankInfo, RankPosition
+from pd_common.types import BootstrapRoom, Instance, RankInfo, RankPosition, Role, Topology
+
+MAX_RANKS = 4096
+"""Of one service; so many leases there can be at most."""
+MAX_DP_ENTRIES = 250_000
+"""Rooms whose data-parallel rank is remembered; above this the oldest are dropped."""
+MAX_QUERY_ROOMS = 10_000
+"""That one question for data-parallel ranks may name."""
 
 
 @dataclass(slots=True)
@@ -16,34 +25,42 @@ class _Lease:
 
 
 class Registry:
-    """One service's ranks. Complete means that a live lease holds every position; nothing else is ever shown."""
+    """One service's ranks. Complete means that a live lease holds every position; nothing else is ever shown.
 
-    def __init__(self, lease_s: float = 10.0, dp_entry_s: float = 120.0) -> None:
+    Neither a position nor a control address is ever held twice. `epoch` is where epochs of the topology start: with
+    the time in microseconds they rise across restarts of the directory too.
+    """
+
+    def __init__(self, role: Role, epoch: int, *, lease_s: float = 10.0, dp_entry_s: float = 600.0) -> None:
         self.lease_s = lease_s
+        self._role = role
+        self._epoch = epoch
         self._dp_entry_s = dp_entry_s
         self._leases: dict[RankPosition, _Lease] = {}
-        self._dp_ranks: dict[BootstrapRoom, tuple[int, float]] = {}
+        self._dp_ranks: OrderedDict[BootstrapRoom, tuple[int, float]] = OrderedDict()  # the oldest first
 
     def register(self, rank: RankInfo, now: float) -> None:
-        """Takes a rank in; a higher epoch replaces the earlier process at the same position.
+        """Takes a rank in; a higher epoch replaces the earlier process at the same position or control address.
+
+        The same rank again only renews its lease; with another address or layout it is a change.
 
         Raises:
-            InvalidRequest: the position lies outside its grid.
-            StaleInstance: a later epoch holds the position.
+            InvalidRequest: another role, a position outside its grid or held already by this process elsewhere, an
+                address that nobody can connect to.
+            StaleInstance: a later process holds the position or the address.
             LayoutMismatch: another rank of this service has another layout or another grid.
 
         """
-        _check_position(rank.position)
-        held = self._leases.get(rank.position)
-        if held is not None and held.rank.instance.epoch > rank.instance.epoch:
-            raise StaleInstance(
-                f"{rank.control_address} has restarted since: epoch {held.rank.instance.epoch} is registered",
-                expected=held.rank.instance.epoch,
-                got=rank.instance.epoch,
-            )
+        self._check(rank)
         self.expire(now)
-        others = [lease.rank for position, lease in self._leases.items() if position != rank.position]
-        _check_alike(rank, others)
+        replaced = [held for lease in self._leases.values() if _collide(held := lease.rank, rank)]
+        for held in replaced:
+            _refuse_stale(rank, held)
+        _check_alike(rank, [lease.rank for lease in self._leases.values() if lease.rank not in replaced])
+        if replaced != [rank]:
+            self._epoch += 1
+        for held in replaced:
+            del self._leases[held.position]
         self._leases[rank.position] = _Lease(rank, now + self.lease_s)
 
     def renew(self, instance: Instance, now: float) -> None:
@@ -57,46 +74,88 @@ class Registry:
 
     def unregister(self, instance: Instance) -> None:
         """Forgets the rank; a process that is not there is no error."""
-        gone = [position for position, lease in self._leases.items() if lease.rank.instance == instance]
-        for position in gone:
-            del self._leases[position]
+        self._drop([position for position, lease in self._leases.items() if lease.rank.instance == instance])
 
     def expire(self, now: float) -> None:
         """Drops leases and data-parallel entries whose time is over."""
-        self._leases = {p: lease for p, lease in self._leases.items() if lease.expires_at > now}
-        self._dp_ranks = {room: entry for room, entry in self._dp_ranks.items() if entry[1] > now}
+        self._drop([position for position, lease in self._leases.items() if lease.expires_at <= now])
+        while self._dp_ranks and next(iter(self._dp_ranks.values()))[1] <= now:
+            self._dp_ranks.popitem(last=False)
 
-    def topology(self, now: float) -> tuple[RankInfo, ...]:
-        """Every rank, ordered by position.
+    def next_end(self) -> float | None:
+        """When the next lease ends unless it is renewed; None when there is none."""
+        return min((lease.expires_at for lease in self._leases.values()), default=None)
+
+    def topology(self, now: float) -> Topology:
+        """The ranks, none of them while the grid is not complete."""
+        self.expire(now)
+        ranks = [lease.rank for lease in self._leases.values()]
+        if len(ranks) < self._expected:
+            return Topology((), self._epoch)
+        ranks.sort(key=lambda rank: (rank.position.dp_rank, rank.position.tp_rank, rank.position.pp_rank))
+        return Topology(tuple(ranks), self._epoch)
+
+    def complete_topology(self, now: float) -> Topology:
+        """The ranks.
 
         Raises:
             TopologyIncomplete: a position of the grid is not held.
 
         """
-        self.expire(now)
-        ranks = [lease.rank for lease in self._leases.values()]
-        expected = ranks[0].position.ranks if ranks else 1
-        if len(ranks) < expected:
+        topology = self.topology(now)
+        if not topology.ranks:
+            registered, expected = len(self._leases), self._expected
             raise TopologyIncomplete(
-                f"{len(ranks)} of {expected} ranks have registered", registered=len(ranks), expected=expected
+                f"{registered} of {expected} ranks have registered", registered=registered, expected=expected
             )
-        return tuple(sorted(ranks, key=lambda r: (r.position.dp_rank, r.position.tp_rank, r.position.pp_rank)))
-
-    def complete_or_empty(self, now: float) -> tuple[RankInfo, ...]:
-        """The topology, or nothing while it is not complete."""
-        try:
-            return self.topology(now)
-        except TopologyIncomplete:
-            return ()
+        return topology
 
     def register_dp_rank(self, room: BootstrapRoom, dp_rank: int, now: float) -> None:
-        """Remembers for a while which data-parallel rank has the room."""
+        """Remembers for a while which data-parallel rank has the room.
+
+        Raises:
+            TopologyIncomplete: no rank has registered, so the grid is not known.
+            InvalidRequest: the grid has no such rank.
+
+        """
+        self.expire(now)
+        position = next(iter(self._leases), None)
+        if position is None:
+            raise TopologyIncomplete("no rank has registered", registered=0, expected=1)
+        if dp_rank >= position.dp_size:
+            raise InvalidRequest(f"dp_rank {dp_rank} is not in a grid of dp_size {position.dp_size}", field="dp_rank")
         self._dp_ranks[room] = (dp_rank, now + self._dp_entry_s)
+        self._dp_ranks.move_to_end(room)
+        if len(self._dp_ranks) > MAX_DP_ENTRIES:
+            self._dp_ranks.popitem(last=False)
 
     def query_dp_ranks(self, rooms: Iterable[BootstrapRoom], now: float) -> dict[BootstrapRoom, int]:
         """The rooms that are known."""
         self.expire(now)
         return {room: self._dp_ranks[room][0] for room in rooms if room in self._dp_ranks}
+
+    @property
+    def _expected(self) -> int:
+        """Ranks of the whole grid; one while nobody has said how large it is."""
+        position = next(iter(self._leases), None)
+        return 1 if position is None else position.ranks
+
+    def _drop(self, positions: list[RankPosition]) -> None:
+        for position in positions:
+            del self._leases[position]
+        if positions:
+            self._epoch += 1
+
+    def _check(self, rank: RankInfo) -> None:
+        if rank.role is not self._role:
+            raise InvalidRequest(
+                f"this is the directory of {self._role.value}, not of {rank.role.value}", field="rank.role"
+            )
+        if is_wildcard(parse_address(rank.control_address, "rank.control_address").host):
+            raise InvalidRequest(
+                f"nobody can connect to {rank.control_address}: advertise another", field="rank.control_address"
+            )
+        _check_position(rank.position)
 
 
 def _check_position(position: RankPosition) -> None:
@@ -104,6 +163,30 @@ def _check_position(position: RankPosition) -> None:
         rank, size = getattr(position, f"{axis}_rank"), getattr(position, f"{axis}_size")
         if not 0 <= rank < size:
             raise InvalidRequest(f"{axis}_rank {rank} is not in a grid of {axis}_size {size}", field=f"{axis}_rank")
+    if position.ranks > MAX_RANKS:
+        raise InvalidRequest(f"{_grid(position)} is more than {MAX_RANKS} ranks", field="rank.position")
+
+
+def _collide(held: RankInfo, rank: RankInfo) -> bool:
+    """Only one of the two can be there."""
+    return (
+        held.position == rank.position or held.control_address == rank.control_address or held.instance == rank.instance
+    )
+
+
+def _refuse_stale(rank: RankInfo, held: RankInfo) -> None:
+    if held.instance == rank.instance:
+        if held.position != rank.position:
+            raise InvalidRequest(
+                f"{rank.control_address} is one rank, and has registered as another", field="rank.position"
+            )
+    elif held.instance.epoch >= rank.instance.epoch:
+        raise StaleInstance(
+            f"{rank.control_address} has been replaced: {held.control_address} of epoch {held.instance.epoch} is "
+            "registered",
+            expected=held.instance.epoch,
+            got=rank.instance.epoch,
+        )
 
 
 def _check_alike(rank: RankInfo, others: Iterable[RankInfo]) -> None:

@@ -10,6 +10,7 @@ from opentelemetry.context import Context
 from pd.v1 import types_pb2
 
 from pd_common.control import convert
+from pd_common.control.peers import Peer
 from pd_common.errors import PdError, StaleInstance
 from pd_common.generation import GenerationRequest
 from pd_common.handoff.quarantine import Held
@@ -61,6 +62,9 @@ class RoomService(Protocol):
     def quarantined(self) -> tuple[Held, ...]:
         """What failed rooms keep from reuse, oldest first."""
 
+    def peers(self) -> tuple[Peer, ...]:
+        """The processes that this one is paired with, oldest pairing first."""
+
     def submit(self, request: GenerationRequest, parent: Context) -> None:
         """Takes a request in; its outputs go to the hub. Raises PdError when it is refused; then nothing is left."""
 
@@ -72,6 +76,12 @@ class RoomService(Protocol):
 
     async def report(self, report: TransferReport) -> Transfer:
         """Takes in what the other side says; gives the room as it stands here."""
+
+
+def within_call(timeout_s: float, call: Call) -> float:
+    """Seconds for a request that is answered in this call: its own timeout, or what the caller's deadline leaves."""
+    remaining_s: float | None = call.time_remaining()
+    return timeout_s if remaining_s is None else min(timeout_s, remaining_s)
 
 
 def check_recipient(message: types_pb2.Instance, own: Instance) -> None:

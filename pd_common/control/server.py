@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -25,28 +23,39 @@ from pd.v1 import (
     transfer_status_pb2,
     transfer_status_pb2_grpc,
 )
+from prometheus_client import Counter
 
-from pd_common.control.status import ErrorInterceptor
-from pd_common.errors import InvalidRequest
-
-_log = logging.getLogger(__name__)
+from pd_common.control.access import Access
+from pd_common.control.guard import Guard
+from pd_common.control.tickets import TicketKeys
+from pd_common.control.tls import Tls
+from pd_common.errors import InvalidRequest, Reason
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Holds a prompt of several million tokens, or as many page ids."""
+MAX_CALLS = 16_384
+"""At one time: more are refused with RESOURCE_EXHAUSTED. This also bounds who watches and who subscribes."""
+MAX_CALLS_OF_CONNECTION = 4096
+"""At one time: more wait at the caller. A router needs two for each room that starts or stops, and one stream."""
+
+LIVENESS = "liveness"
+"""Name for standard health checks: whether to start the process anew. Readiness is under the other names."""
 
 KEEPALIVE = (
-    ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1500),
+    ("grpc.http2.ping_timeout_ms", 1500),  # its default, a minute, overrides the line above
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-"""A peer that does not answer at all is noticed in 4 s at the most, also between calls."""
+"""A peer that does not answer at all is noticed in 2.5 s, also between calls."""
 
 _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second process on the same port is a mistake, not load balancing
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+    ("grpc.max_concurrent_streams", MAX_CALLS_OF_CONNECTION),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     *KEEPALIVE,
 )
@@ -92,12 +101,21 @@ def _service(module: ModuleType, name: str, add: _Add, servicer: object) -> Serv
 
 
 class ControlServer:
-    """A gRPC server that is NOT_SERVING until `set_serving(True)`, overall (service "") and for each service."""
+    """A gRPC server with standard health. Readiness is that of "" and of each service: NOT_SERVING until
+    `set_serving(True)`. Liveness is that of LIVENESS: SERVING until `fail`, whatever peers, queues and drains do.
+    """
 
-    def __init__(self, services: Sequence[Service]) -> None:
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
+    def __init__(self, services: Sequence[Service], tls: Tls | None = None, keys: TicketKeys | None = None) -> None:
+        """Asks callers for a certificate of their role as `tls` says, and for tickets where there are `keys`."""
+        self._tls = tls
+        self.errors = Counter("pd_rpc_errors", "Calls answered with an error.", ["method", "reason"], registry=None)
+        guard = Guard(Access(tls is not None and tls.verifies_clients, keys), self._count)
+        self._server = grpc.aio.server(interceptors=[guard], options=_SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._names = ["", *(service.name for service in services)]
+        self._ready = self._withdrawn = False
+        self._live = True
+        self._telling = asyncio.Lock()
         for service in services:
             service.add(service.servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -114,7 +132,7 @@ class ControlServer:
         await self.set_serving(False)
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound = self._server.add_insecure_port(target)
+            bound = self._add_port(target)
         except RuntimeError as error:
             raise InvalidRequest(
                 f"cannot listen on {target}: is the port in use, and does the host belong to this machine?",
@@ -123,23 +141,46 @@ class ControlServer:
         await self._server.start()
         return bound
 
+    def _add_port(self, target: str) -> int:
+        if self._tls is None:
+            return self._server.add_insecure_port(target)
+        return self._server.add_secure_port(target, self._tls.server_credentials())
+
+    def _count(self, method: str, reason: Reason) -> None:
+        self.errors.labels(method.removeprefix("/"), reason.value).inc()
+
+    @property
+    def is_live(self) -> bool:
+        """Every supervised part lives."""
+        return self._live
+
     async def set_serving(self, serving: bool) -> None:
-        """Answers standard health checks from now on."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in self._names:
-            await self._health.set(name, status)
+        """Whether new requests are welcome, as far as the caller knows."""
+        self._ready = serving
+        await self._tell()
+
+    async def withdraw(self) -> None:
+        """Not ready from now on, whatever is said later."""
+        self._withdrawn = True
+        await self._tell()
+
+    async def fail(self) -> None:
+        """Neither ready nor live from now on."""
+        self._live = False
+        await self.withdraw()
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, lets running ones end for `grace_s` seconds, then cancels them."""
-        await self._health.enter_graceful_shutdown()
+        await self.withdraw()
         await self._server.stop(grace_s)
 
+    async def _tell(self) -> None:
+        """One at a time, so that the last word is the present state's."""
+        async with self._telling:
+            await self._health.set(LIVENESS, _status(self._live))
+            for name in self._names:
+                await self._health.set(name, _status(self._ready and not self._withdrawn))
 
-async def until_signal() -> None:
-    """Returns on SIGTERM or SIGINT."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await stop.wait()
-    _log.info("stopping")
+
+def _status(good: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
+    return health_pb2.HealthCheckResponse.SERVING if good else health_pb2.HealthCheckResponse.NOT_SERVING

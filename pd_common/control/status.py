@@ -1,9 +1,8 @@
-"""Typed errors <-> google.rpc.Status: the one table, both ways, and the interceptor that applies it to servicers."""
+"""Typed errors <-> google.rpc.Status: the one table, both ways."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from pd_common.errors import (
     ERROR_OF_REASON,
+    CapacityExceeded,
     ClientCancelled,
     DeadlineExceeded,
     InternalError,
@@ -25,7 +25,8 @@ from pd_common.errors import (
 
 DOMAIN = "pd"
 _DETAILS_KEY = "grpc-status-details-bin"
-_log = logging.getLogger(__name__)
+_MOST_OF_A_MESSAGE, _MOST_OF_A_FACT = 1000, 250
+"""Characters: errors say what they were given, and gRPC refuses trailers of more than 8 KiB."""
 
 CODE_OF_REASON: dict[Reason, grpc.StatusCode] = {
     Reason.INVALID_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
@@ -60,16 +61,18 @@ _ERROR_WITHOUT_INFO: dict[grpc.StatusCode, type[PdError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: ClientCancelled,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityExceeded,
 }
 
 
 def to_status(error: PdError) -> status_pb2.Status:
     """The error as it travels: code, message for a person, ErrorInfo for a program."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=error.metadata)
+    facts = {key[:_MOST_OF_A_FACT]: value[:_MOST_OF_A_FACT] for key, value in error.metadata.items()}
+    info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=facts)
     detail = any_pb2.Any()
     detail.Pack(info)
     code: int = CODE_OF_REASON[error.reason].value[0]
-    return status_pb2.Status(code=code, message=error.message, details=[detail])
+    return status_pb2.Status(code=code, message=error.message[:_MOST_OF_A_MESSAGE], details=[detail])
 
 
 def from_status(status: status_pb2.Status) -> PdError:
@@ -97,66 +100,4 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> PdError:
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdError) -> None:
     """Ends the call with the error; does not return."""
     status = to_status(error)
-    await context.abort(CODE_OF_REASON[error.reason], error.message, ((_DETAILS_KEY, status.SerializeToString()),))
-
-
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """Lets servicers raise PdError. Any other exception is a defect: logged in full, answered as INTERNAL."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = await continuation(handler_call_details)
-        if handler is None or not _is_ours(handler_call_details.method):
-            return handler
-        if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                _guard_unary(handler.unary_unary), handler.request_deserializer, handler.response_serializer
-            )
-        if handler.stream_stream is not None:
-            return grpc.stream_stream_rpc_method_handler(
-                _guard_stream(handler.stream_stream), handler.request_deserializer, handler.response_serializer
-            )
-        return grpc.unary_stream_rpc_method_handler(
-            _guard_stream(handler.unary_stream), handler.request_deserializer, handler.response_serializer
-        )
-
-
-def _is_ours(method: str) -> bool:
-    return method.startswith("/pd.v1.")
-
-
-def _guard_unary(behaviour: Any) -> Any:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            return await behaviour(request, context)
-        except PdError as error:
-            await abort(context, error)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001  the border: a defect becomes a typed answer, never a dead connection
-            await abort(context, _defect(error))
-
-    return guarded
-
-
-def _guard_stream(behaviour: Any) -> Any:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        try:
-            async for response in behaviour(request, context):
-                yield response
-        except PdError as error:
-            await abort(context, error)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001  as above
-            await abort(context, _defect(error))
-
-    return guarded
-
-
-def _defect(error: Exception) -> InternalError:
-    _log.error("a servicer failed unexpectedly", exc_info=error)
-    return InternalError(f"internal error: {type(error).__name__}")
+    await context.abort(CODE_OF_REASON[error.reason], status.message, ((_DETAILS_KEY, status.SerializeToString()),))

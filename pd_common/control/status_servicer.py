@@ -13,6 +13,7 @@ from pd.v1 import transfer_status_pb2, transfer_status_pb2_grpc, types_pb2
 
 from pd_common.control import convert
 from pd_common.control.held import held_to
+from pd_common.control.peers import peer_to
 from pd_common.control.rooms import Call, RoomService, TransferReport, check_recipient
 from pd_common.control.status import from_status, to_status
 from pd_common.errors import InvalidRequest
@@ -59,6 +60,7 @@ class TransferStatusServicer(transfer_status_pb2_grpc.TransferStatusServicer):
         return transfer_status_pb2.ListTransfersResponse(
             transfers=[_transfer_to(transfer) for transfer in found[:size]],
             next_page_token=str(found[size - 1].sequence) if len(found) > size else "",
+            sequence=self._service.transfers.sequence,
         )
 
     async def WatchTransfers(
@@ -68,6 +70,7 @@ class TransferStatusServicer(transfer_status_pb2_grpc.TransferStatusServicer):
         with _changes(self._service.transfers) as changed:
             while True:
                 changed.clear()
+                self._service.transfers.require_resumable(seen)
                 for transfer in self._service.transfers.changes_since(seen):
                     yield transfer_status_pb2.WatchTransfersResponse(transfer=_transfer_to(transfer))
                     seen = transfer.sequence
@@ -81,7 +84,9 @@ class TransferStatusServicer(transfer_status_pb2_grpc.TransferStatusServicer):
     async def ListPeers(
         self, request: transfer_status_pb2.ListPeersRequest, context: Call
     ) -> transfer_status_pb2.ListPeersResponse:
-        return transfer_status_pb2.ListPeersResponse()
+        wall_offset_s = time.time() - time.monotonic()
+        peers = [peer_to(peer, wall_offset_s) for peer in self._service.peers()]
+        return transfer_status_pb2.ListPeersResponse(peers=peers)
 
     async def ListQuarantine(
         self, request: transfer_status_pb2.ListQuarantineRequest, context: Call

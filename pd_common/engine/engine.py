@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from pd_common.errors import InvalidRequest
 from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo
 from pd_common.kv.pages import PageAllocator
 from pd_common.kv.pool import KVPool
+from pd_common.threads import CallThread
 from pd_common.types import KvLayout
 
 
@@ -33,7 +34,7 @@ class Engine:
     """
 
     def __init__(
-        self, name: str, runner: ModelRunner, tokenizer: Tokenizer | None, layout: KvLayout, thread: ThreadPoolExecutor
+        self, name: str, runner: ModelRunner, tokenizer: Tokenizer | None, layout: KvLayout, thread: CallThread
     ) -> None:
         self._name = name
         self._runner = runner
@@ -76,12 +77,12 @@ class Engine:
                 raise InvalidRequest(f"{option} is {value}, it must be at least 1", option=option, value=value)
         if threads is not None:
             torch.set_num_threads(threads)
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        thread = CallThread("engine")
         try:
-            runner = thread.submit(ModelRunner, directory, page_size, num_pages, dtype, device).result()
+            runner = thread.submit(lambda: ModelRunner(directory, page_size, num_pages, dtype, device)).result()
             tokenizer = Tokenizer(directory) if has_tokenizer(directory) else None
         except BaseException:
-            thread.shutdown()
+            thread.stop()
             raise
         return cls(
             directory.resolve().name, runner, tokenizer, runner.layout(metadata_schema, software_version), thread
@@ -111,14 +112,14 @@ class Engine:
         use until the next step or `close` returns.
 
         Raises:
-            InternalError: the model's numbers are broken.
+            InternalError: the model's numbers are broken, or the thread has died.
 
         """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, batch)
+        return await self._thread.run(partial(self._run, batch))
 
     async def zero_pages(self, pages: Sequence[int]) -> None:
         """Makes pages zeros again: no earlier owner's KV is left in them. Cannot be interrupted, as `step`."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self.pool.zero, pages)
+        await self._thread.run(partial(self.pool.zero, pages))
 
     def validate(self, request: GenerationRequest) -> None:
         """Raises as `validate_request` does, against this engine's limits."""
@@ -137,9 +138,13 @@ class Engine:
         """Token ids of a conversation. Raises InvalidRequest when there is no template or it refuses the messages."""
         return self._text_codec().apply_chat_template(messages)
 
+    async def watch(self) -> None:
+        """Raises InternalError when the thread has died, or hangs in one step; otherwise it never returns."""
+        await self._thread.watch()
+
     async def close(self) -> None:
         """Waits for the step in progress, if any, and ends the thread."""
-        await asyncio.to_thread(self._thread.shutdown)
+        await asyncio.to_thread(self._thread.stop)
 
     def _run(self, batch: Batch) -> tuple[SampledToken, ...]:
         return self._sampler.sample(self._runner.forward(batch), batch.draws)

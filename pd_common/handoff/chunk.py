@@ -191,7 +191,6 @@ def check_pages(pages: Sequence[int], num_pages: int, expected: int) -> Int64s:
         raise PagesInvalid("The page list has the wrong length", expected=expected, got=len(pages))
     if len(pages) and not (min(pages) >= 0 and max(pages) < num_pages):
         raise PagesInvalid("A page lies outside the pool", num_pages=num_pages, lowest=min(pages), highest=max(pages))
-    checked = np.array(pages, dtype=np.int64)
-    if len(np.unique(checked)) != expected:
+    if len(set(pages)) != expected:
         raise PagesInvalid("The page list names a page twice", pages=expected)
-    return checked
+    return np.array(pages, dtype=np.int64)

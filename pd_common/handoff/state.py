@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from pd_common.errors import PdError
+from pd_common.errors import PdError, Reason
 from pd_common.handoff.destination import Offer
 from pd_common.types import BootstrapRoom, Instance, Role
 
@@ -41,11 +41,6 @@ ALLOWED: Mapping[TransferState, frozenset[TransferState]] = {
 }
 
 
-def reduce_states(states: Iterable[TransferState]) -> TransferState:
-    """What all ranks of a role take as the room's state (I5): the minimum, so any failure fails, success needs all."""
-    return min(states)
-
-
 @dataclass(frozen=True, slots=True)
 class Progress:
     """What has been written so far; each count only rises."""
@@ -65,10 +60,16 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One state that was entered, and when."""
+    """One state that was entered: when, by which change of the table, and what was done by then.
+
+    `reason` is there exactly in FAILED.
+    """
 
     state: TransferState
     at_s: float
+    sequence: int
+    progress: Progress
+    reason: Reason | None = None
 
 
 @dataclass(frozen=True, slots=True)

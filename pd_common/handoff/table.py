@@ -5,7 +5,6 @@ A finished room stays on record for a while: that record is the tombstone that k
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +23,7 @@ from pd_common.errors import (
     RoomUnknown,
     StaleInstance,
 )
+from pd_common.handoff.deadlines import Agenda, Timeouts
 from pd_common.handoff.destination import Offer
 from pd_common.handoff.state import ALLOWED, Progress, Transfer, TransferState, Transition
 from pd_common.types import MAX_ROOM, BootstrapRoom, Instance, Role
@@ -36,18 +36,23 @@ class TransferTable:
 
     Finished rooms are kept for `retention_s` seconds, at most `max_finished` of them. `listeners` are called with the
     new record after each change. All records are ordered by their last change: a watcher can resume from a sequence.
+    Changes are numbered from above `sequence`: a process that restarts gives one that its earlier lives did not reach.
     """
 
-    def __init__(self, role: Role, retention_s: float, max_finished: int) -> None:
+    def __init__(
+        self, role: Role, retention_s: float, max_finished: int, timeouts: Timeouts, *, sequence: int = 0
+    ) -> None:
         self.listeners: list[Callable[[Transfer], None]] = []
         self._role = role
         self._retention_s = retention_s
         self._max_finished = max_finished
-        self._sequence = 0
+        self._timeouts = timeouts
+        self._sequence = sequence
+        self._forgotten = sequence
         self._by_change: dict[BootstrapRoom, Transfer] = {}
         self._finished: dict[BootstrapRoom, None] = {}
         self._heard: dict[BootstrapRoom, int] = {}
-        self._deadlines: list[tuple[float, BootstrapRoom]] = []
+        self._agenda = Agenda(timeouts)
 
     # --- opening: decode opens; on prefill request and offer join in either order ---
 
@@ -184,24 +189,24 @@ class TransferTable:
     # --- time ---
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do; None when no room is live."""
-        while self._deadlines:
-            deadline_s, room = self._deadlines[0]
-            known = self.find(room)
-            if known is not None and not known.state.is_final and known.deadline_s == deadline_s:
-                return deadline_s
-            heapq.heappop(self._deadlines)
-        return None
+        """When a room is overdue next; None when no room is live."""
+        first = self._agenda.first(self.find)
+        return None if first is None else first[0]
+
+    def overdue(self, now: float) -> dict[BootstrapRoom, DeadlineExceeded]:
+        """Rooms whose deadline or whose state's limit has passed (I7), and which it was: the caller ends them."""
+        found = {}
+        while (first := self._agenda.first(self.find)) is not None and first[0] <= now:
+            self._agenda.drop_first()
+            found[first[1]] = self._timeouts.exceeded(self._by_change[first[1]])
+        return found
 
     def expire(self, now: float) -> list[Transfer]:
-        """Fails the rooms whose deadline has passed (I7); returns them as they are now."""
-        expired = []
-        while (deadline_s := self.next_deadline()) is not None and deadline_s <= now:
-            room = self._deadlines[0][1]
-            state = self._by_change[room].state.name
-            self.fail(room, DeadlineExceeded(f"The deadline passed in state {state}", room=room, state=state), now)
-            expired.append(self._by_change[room])
-        return expired
+        """Fails the rooms that are overdue; returns them as they are now."""
+        rooms = self.overdue(now)
+        for room, error in rooms.items():
+            self.fail(room, error, now)
+        return [self._by_change[room] for room in rooms]
 
     def sweep(self, now: float) -> list[BootstrapRoom]:
         """Forgets finished rooms: those past their retention, and the oldest beyond `max_finished`."""
@@ -212,6 +217,7 @@ class TransferTable:
                 break
             old.append(room)
         for room in old:
+            self._forgotten = self._by_change[room].sequence
             del self._finished[room], self._by_change[room]
             self._heard.pop(room, None)
         return old
@@ -242,6 +248,21 @@ class TransferTable:
     def sequence(self) -> int:
         """Number of the latest change; 0 when there was none."""
         return self._sequence
+
+    def require_resumable(self, sequence: int) -> None:
+        """A watcher that has seen every change up to `sequence` will miss no room; 0 is one that has seen nothing.
+
+        Raises:
+            InvalidRequest: the number is from another life of this process, or rooms that changed later are forgotten.
+
+        """
+        if sequence and not self._forgotten <= sequence <= self._sequence:
+            raise InvalidRequest(
+                "Not every change after this number is on record here: start again with 0",
+                field="after_sequence",
+                oldest=self._forgotten,
+                latest=self._sequence,
+            )
 
     def changes_since(self, sequence: int) -> list[Transfer]:
         """Rooms on record that changed after `sequence`, as they are now, oldest change first."""
@@ -291,14 +312,15 @@ class TransferTable:
         """The only place where a record enters the table or changes: numbers it and tells the listeners."""
         before = self._by_change.pop(record.room, None)
         self._sequence += 1
-        entered = () if before is not None and before.state is to else (Transition(to, now),)
-        timeline = record.timeline + entered
-        record = replace(record, state=to, sequence=self._sequence, updated_s=now, timeline=timeline)
+        record = replace(record, state=to, sequence=self._sequence, updated_s=now)
+        if before is None or before.state is not to:
+            reason = record.failure.reason if record.failure else None
+            step = Transition(to, now, self._sequence, record.progress, reason)
+            record = replace(record, timeline=(*record.timeline, step))
         self._by_change[record.room] = record
+        self._agenda.note(before, record)
         if to.is_final:
             self._finished[record.room] = None
-        elif before is None or before.deadline_s != record.deadline_s:
-            heapq.heappush(self._deadlines, (record.deadline_s, record.room))
         for listener in self.listeners:
             listener(record)
         return record

@@ -24,6 +24,9 @@ from pd_common.types import BootstrapRoom
 ROOM = "pd.bootstrap_room"
 """On every span and log line of a room: the room as a decimal string (it may exceed a signed 64-bit integer)."""
 
+_tracer = trace.get_tracer("pd")
+"""Made once: asking for it costs as much as a span. It turns to the provider that `configure` sets."""
+
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
@@ -68,8 +71,7 @@ def start(
     name: SpanName, room: BootstrapRoom, parent: Context, *, start_ns: int | None = None, **attributes: str | float
 ) -> Span:
     """A span of a room, open until its `end()`. `start_ns` is nanoseconds since 1970 (default: now)."""
-    tracer = trace.get_tracer("pd")
-    return tracer.start_span(name, parent, attributes={ROOM: str(room), **attributes}, start_time=start_ns)
+    return _tracer.start_span(name, parent, attributes={ROOM: str(room), **attributes}, start_time=start_ns)
 
 
 class RoomTrace:

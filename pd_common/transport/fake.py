@@ -1,4 +1,4 @@
-"""Rooms without a peer, for warm-up and probes, and the backend that serves nothing else.
+"""Rooms without a peer, for warm-up and probes, and a backend that moves nothing, for measuring everything else.
 
 A fake room is one whose bootstrap host is FAKE_BOOTSTRAP_HOST. Any backend takes it: it never comes to the transport.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import NoReturn
 
 from pd_common.errors import InvalidRequest
-from pd_common.transport.base import MemoryRegion, TransportInfo
+from pd_common.transport.base import MemoryRegion, Puts, TransportInfo, WriteReceipt
 from pd_common.types import BootstrapAddress
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+FAKE = "fake"
+"""Name of the backend, and of its carrier. What stands for an address is the same in bytes."""
 
 
 def is_fake(bootstrap: BootstrapAddress) -> bool:
@@ -21,41 +22,47 @@ def is_fake(bootstrap: BootstrapAddress) -> bool:
     return bootstrap.host == FAKE_BOOTSTRAP_HOST
 
 
-def require_fake(bootstrap: BootstrapAddress) -> None:
-    """For a process that moves no pages.
+class FakeChannel:
+    """Says that everything is written."""
 
-    Raises:
-        InvalidRequest: the room has a peer.
-    """
-    if not is_fake(bootstrap):
-        raise _moves_nothing("bootstrap_host", bootstrap_host=bootstrap.host)
+    carrier = FAKE
+
+    async def write(self, *groups: Puts) -> WriteReceipt:
+        return WriteReceipt(sum(puts.total_bytes for puts in groups), sum(len(puts) for puts in groups), 0.0, 0.0)
+
+    async def close(self) -> None:
+        """There is nothing to drop."""
+
+
+class FakePort:
+    """Nothing arrives here."""
+
+    address = FAKE.encode()
+
+    async def fence(self) -> None:
+        """There is nothing to tear down."""
 
 
 class FakeTransport:
-    """Moves nothing: it can neither be written to nor write."""
+    """Pairs with its like, and moves nothing."""
 
-    info = TransportInfo(backend="fake", library="none", version="1", transports=())
+    info = TransportInfo(backend=FAKE, library="none", version="1", transports=())
 
     def register(self, region: MemoryRegion) -> None:
         """Any memory may be registered; none is ever touched."""
 
-    def listen(self, regions: Sequence[MemoryRegion]) -> NoReturn:
-        raise _moves_nothing("transfer_backend", regions=len(regions))
+    def listen(self, regions: Sequence[MemoryRegion]) -> FakePort:  # noqa: ARG002  none of it is ever written
+        return FakePort()
 
-    async def connect(self, address: bytes) -> NoReturn:
-        raise _moves_nothing("data_address", bytes=len(address))
+    async def connect(self, address: bytes) -> FakeChannel:
+        if address != FakePort.address:
+            raise InvalidRequest(
+                "this process runs with --transfer-backend fake, the peer does not", field="data_address"
+            )
+        return FakeChannel()
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
     async def close(self) -> None:
         """There is nothing to release."""
-
-
-def _moves_nothing(field: str, **facts: object) -> InvalidRequest:
-    return InvalidRequest(
-        "this process runs with --transfer-backend fake and moves no pages: "
-        f"send bootstrap_host {FAKE_BOOTSTRAP_HOST}, or start it with another backend",
-        field=field,
-        **facts,
-    )

@@ -1,28 +1,14 @@
-"""What goes between an event loop and a transport's own thread: work in one direction, outcomes in the other."""
+"""What goes from a transport's own thread to an event loop: outcomes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TypeVar
 
 from pd_common.errors import PdError
 
 T = TypeVar("T")
-
-
-def run_into(future: Future[T], command: Callable[[], T]) -> None:
-    """Runs a command, on the thread, for whoever waits for the future; not if nobody does any more."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = command()
-    except Exception as error:  # noqa: BLE001 - handed to whoever waits for the future
-        future.set_exception(error)
-    else:
-        future.set_result(result)
 
 
 def settle(future: asyncio.Future[T], outcome: T | PdError) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from pd_common.aio import for_ever
 from pd_common.errors import InternalError, InvalidRequest, PdError, PeerLost, TransferFailed
 from pd_common.transport.base import MemoryRegion, Puts, TransportInfo, WriteReceipt
 from pd_common.transport.regions import RegionTable, locate
@@ -117,7 +118,7 @@ class LoopbackTransport:
         return self._registered
 
     async def watch(self) -> None:
-        await asyncio.Event().wait()
+        await for_ever()
 
     async def close(self) -> None:
         self._closed = True

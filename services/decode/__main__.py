@@ -9,13 +9,16 @@ import click
 from pd_common import config
 from pd_common.control import metrics, process, server
 from pd_common.control.abort_servicer import AbortServicer
-from pd_common.control.clients import dial_plain
 from pd_common.control.generation_servicer import EngineGenerationServicer
+from pd_common.control.security import Security
 from pd_common.control.status_servicer import TransferStatusServicer
+from pd_common.control.supervisor import Supervisor
 from pd_common.runtime import Runtime
+from pd_common.transport.fake import FAKE
 from pd_common.types import Role
 from services.decode.drain import Drain
-from services.decode.prefills import OwnMemory, Prefills
+from services.decode.pairing import OwnMemory
+from services.decode.prefills import Prefills
 from services.decode.queues import PreallocQueue
 from services.decode.scheduler import DecodeScheduler
 from services.decode.service import DecodeService
@@ -25,6 +28,7 @@ from services.decode.service import DecodeService
 @config.model_options
 @config.listen_options(port=8999)
 @config.transport_options
+@config.security_options
 @config.room_options
 @config.log_options
 @config.metrics_options
@@ -41,11 +45,12 @@ async def serve(options: dict[str, Any]) -> None:
     """The wiring of one decode process; returns when it has drained after SIGTERM."""
     listen = config.pick(config.ListenConfig, options)
     data = config.pick(config.TransportConfig, options)
+    security = Security.open(config.pick(config.SecurityConfig, options), listen.host)
     own = Runtime.start(Role.DECODE, options)
     engine = own.engine
     prealloc = PreallocQueue(engine.pages, own.metadata)
     scheduler = DecodeScheduler(engine, own.hub, options["max_running_requests"])
-    drain = Drain(prealloc.release, dial_plain)
+    drain = Drain(prealloc.release, security.dial)
     service = DecodeService(
         own.instance,
         engine,
@@ -57,30 +62,42 @@ async def serve(options: dict[str, Any]) -> None:
         own.transfers,
         own.hub,
         new_digest=own.new_digest if data.digest else None,
-        only_fake=data.transfer_backend == "fake",
+        handshake_only=data.transfer_backend == FAKE,
     )
     control = server.ControlServer(
         [
             server.transfer_status(TransferStatusServicer(service)),
             server.abort(AbortServicer(service)),
             server.generation(EngineGenerationServicer(service, own.hub, engine)),
-        ]
+        ],
+        security.tls,
+        security.keys,
     )
     address = listen.advertised(await control.start(listen.host, listen.port))
-    memory = OwnMemory(own.instance, address, engine.layout, own.pool, own.regions, own.metadata)
-    prefills = Prefills(memory, own.transport, service.prefill_lost, service.proven, dial_plain)
+    memory = OwnMemory(own.instance, address, engine.layout, own.pool, own.regions, own.metadata, own.canaries)
+    prefills = Prefills(memory, own.transport, service.prefill_lost, service.proven, security.dial)
     service.use(prefills)
-    exposed = metrics.served(service.pool_status, listen.host, options["metrics_port"])
-    async with exposed, process.background(scheduler.run(), service.reap(), own.transport.watch()):
+    collectors = (metrics.PoolCollector(service.pool_status), control.errors)
+    exposed = metrics.served(collectors, listen.host, options["metrics_port"], security.tls)
+    supervisor = Supervisor(control)
+    async with (
+        exposed as metrics_server,
+        supervisor.running(
+            scheduler=scheduler.run(),
+            reaper=service.reap(),
+            engine=engine.watch(),
+            data_plane=own.transport.watch(),
+            rooms=service.watch(),
+            pairings=prefills.watch(),
+            proofs=drain.watch(),
+            metrics=metrics_server(),
+        ),
+    ):
         await control.set_serving(True)
         process.announce(f"pd-decode serves {engine.model_info.name} on {address}", own.transport.info)
-        await server.until_signal()
-        await control.set_serving(False)
-        await service.close(options["drain_timeout_s"])
-    await prefills.close()
-    await drain.close()
-    await control.stop(grace_s=1.0)
-    await own.close()
+        await supervisor.until_end()
+        await service.close(supervisor.patience_s(options["drain_timeout_s"]))
+    await supervisor.close(prefills.close(), drain.close(), control.stop(grace_s=1.0), own.close())
 
 
 if __name__ == "__main__":

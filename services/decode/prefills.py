@@ -4,55 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
 
-from pd_common.control.clients import BootstrapClient, Connection, Dial, PeerClient
-from pd_common.errors import LayoutMismatch, PdError, PeerLost
-from pd_common.handoff.chunk import PoolBuffers
-from pd_common.handoff.metadata import ROW_BYTES, MetadataBuffers
-from pd_common.handoff.quarantine import Writer
-from pd_common.transport.base import InboundPort, MemoryRegion, Transport
-from pd_common.types import BootstrapAddress, Instance, KvLayout, ProcessProof, RankInfo, Role
+from pd_common.addresses import parse_address
+from pd_common.aio import Tasks
+from pd_common.control.connection import Connection, Dial
+from pd_common.control.peer_client import PeerClient
+from pd_common.control.peers import Peer
+from pd_common.errors import PeerLost, StaleInstance
+from pd_common.handoff.metadata import ROW_BYTES
+from pd_common.handoff.state import Transfer
+from pd_common.transport.base import InboundPort, Transport
+from pd_common.types import BootstrapAddress, BootstrapRoom, Instance, RankInfo, Role
+from services.decode.directory import Directory
+from services.decode.pairing import OwnMemory, Prefill, send_canary, until_lost
 
 _log = logging.getLogger(__name__)
 
-_BEAT_PATIENCE = 5
-"""A prefill that misses this many beats is taken for dead; long steps of its engine do not stop the beats."""
 _PROOF_PATIENCE_S = 5.0
 """How long rooms wait for a process that owes proofs; one that runs gives them at once."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prefill:
-    """One paired prefill process. Pages may only be offered to it while it is paired."""
-
-    address: BootstrapAddress
-    instance: Instance
-    client: PeerClient
-    connection: Connection
-    port: InboundPort
-    process: ProcessProof
-    carrier: str
-    fenced: asyncio.Event
-    """Our port for it is torn down: nothing can arrive through it any more."""
-
-    @property
-    def writer(self) -> Writer:
-        """As the quarantine knows it."""
-        return Writer(self.instance, self.connection.address, self.process)
-
-
-@dataclass(frozen=True, slots=True)
-class OwnMemory:
-    """What this decode offers to every prefill."""
-
-    instance: Instance
-    control_address: str
-    layout: KvLayout
-    pool: PoolBuffers
-    regions: tuple[MemoryRegion, ...]
-    metadata: MetadataBuffers
 
 
 class Prefills:
@@ -77,85 +48,100 @@ class Prefills:
         self._dial = dial
         self._paired: dict[Instance, Prefill] = {}
         self._meetings: dict[Instance, asyncio.Task[Prefill]] = {}
-        self._pairings: dict[BootstrapAddress, asyncio.Task[Prefill]] = {}
-        self._watches: set[asyncio.Task[None]] = set()
+        self._directory = Directory(transport.info.backend, dial)
+        self._watches = Tasks()
 
-    async def pair_with(self, address: BootstrapAddress) -> Prefill:
-        """The prefill at this address, paired now if it was not.
+    async def pair_with(self, address: BootstrapAddress, room: BootstrapRoom) -> Prefill:
+        """The prefill behind this Bootstrap address that has the room, paired now if it was not.
 
         Raises:
             PeerLost, TopologyIncomplete: it is not there (yet), or owes proofs.
             LayoutMismatch: it cannot be paired.
 
         """
-        pairing = self._pairings.get(address)
-        if pairing is None or (pairing.done() and not self._is_valid(pairing)):
-            pairing = asyncio.create_task(self._pair(address))
-            pairing.add_done_callback(_look_at_failure)
-            self._pairings[address] = pairing
-        return await asyncio.shield(pairing)
+        rank = await self._directory.find(address, room)
+        try:
+            return await self._paired_with(rank)
+        except (PeerLost, StaleInstance):
+            self._directory.forget(rank.instance)
+            successor = await self._directory.find(address, room)
+            if successor.instance == rank.instance:
+                raise
+        return await self._paired_with(successor)
 
     def is_current(self, prefill: Prefill) -> bool:
         """The pairing has not been lost."""
         return self._paired.get(prefill.instance) is prefill
+
+    def peers(self, live: Iterable[Transfer]) -> tuple[Peer, ...]:
+        """Every pairing; `live` are the rooms that have not ended."""
+        rooms = Counter(transfer.peer for transfer in live)
+        return tuple(
+            Peer(
+                prefill.instance,
+                Role.PREFILL,
+                prefill.connection.address,
+                prefill.carrier,
+                prefill.since_s,
+                prefill.canary,
+                rooms[prefill.instance],
+            )
+            for prefill in self._paired.values()
+        )
 
     async def forget(self, prefill: Prefill, why: str) -> None:
         """Ends a pairing; its rooms fail and nothing can arrive from it any more when this returns."""
         if not self.is_current(prefill):
             return
         del self._paired[prefill.instance]
-        for name in [
-            name for name, pairing in self._pairings.items() if pairing.done() and not self._is_valid(pairing)
-        ]:
-            del self._pairings[name]
+        self._directory.forget(prefill.instance)
         _log.info("prefill %s (%s) is lost: %s", prefill.address.target, prefill.instance.instance_id, why)
         error = PeerLost(f"prefill {prefill.address.target} is gone: {why}", peer=prefill.address.target)
         self._on_lost(prefill, error)
         # The room that asks for it may be stopped meanwhile; memory of others waits for the end of this port.
         await asyncio.shield(_fence(prefill))
 
+    async def watch(self) -> None:
+        """Raises InternalError when a task that follows beats has died. Otherwise it never returns."""
+        await self._watches.watch()
+
     async def close(self) -> None:
         """Ends every pairing."""
         for prefill in tuple(self._paired.values()):
             await self.forget(prefill, "this process stops")
-        tasks = (*self._watches, *self._meetings.values(), *self._pairings.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._watches.close()
+        meetings = tuple(self._meetings.values())
+        for meeting in meetings:
+            meeting.cancel()
+        await asyncio.gather(*meetings, return_exceptions=True)
+        await self._directory.close()
 
-    def _is_valid(self, pairing: asyncio.Task[Prefill]) -> bool:
-        prefill = _result(pairing)
-        return prefill is not None and self.is_current(prefill)
-
-    async def _pair(self, address: BootstrapAddress) -> Prefill:
-        bootstrap = self._dial(address.target, Role.PREFILL)
-        try:
-            rank = _only_rank(await BootstrapClient(bootstrap).get_topology(), address)
-        finally:
-            await bootstrap.close()
+    async def _paired_with(self, rank: RankInfo) -> Prefill:
+        """Rooms that come at once share one meeting."""
         known = self._paired.get(rank.instance)
         if known is not None:
-            return known  # by another name
+            return known
         meeting = self._meetings.get(rank.instance)
         if meeting is None:
-            meeting = self._meetings[rank.instance] = asyncio.create_task(self._meet(address, rank))
+            meeting = self._meetings[rank.instance] = asyncio.create_task(self._meet(rank))
             meeting.add_done_callback(lambda _: self._meetings.pop(rank.instance, None))
+            meeting.add_done_callback(_look_at_failure)
         return await asyncio.shield(meeting)
 
-    async def _meet(self, address: BootstrapAddress, rank: RankInfo) -> Prefill:
+    async def _meet(self, rank: RankInfo) -> Prefill:
+        address = parse_address(rank.control_address, "rank.control_address")
         await self._require_proofs(address, rank.instance)
         connection = self._dial(rank.control_address, Role.PREFILL)
         port = self._transport.listen(self._own.regions)
         try:
             prefill = await self._register(address, rank.instance, connection, port)
+            await send_canary(self._own, prefill)
         except BaseException:
             await port.fence()
             await connection.close()
             raise
         self._paired[prefill.instance] = prefill
-        watch = asyncio.create_task(self._watch(prefill))
-        self._watches.add(watch)
-        watch.add_done_callback(self._watches.discard)
+        self._watches.start(f"beats of prefill {address.target}", self._watch(prefill))
         _log.info("paired with prefill %s, pages arrive by %s", address.target, prefill.carrier)
         return prefill
 
@@ -182,36 +168,15 @@ class Prefills:
             metadata_base=own.metadata.region.base,
             metadata_item_len_bytes=ROW_BYTES,
             metadata_slots=own.metadata.num_slots,
+            canary_base=own.canaries.region.base,
+            canary_pages=own.canaries.num_pages,
         )
-        return Prefill(address, instance, client, connection, port, process, carrier, asyncio.Event())
+        return Prefill(address, instance, client, connection, port, process, carrier)
 
     async def _watch(self, prefill: Prefill) -> None:
-        """Follows the beats until they stop."""
-        try:
-            why = await self._beats(prefill)
-        except PdError as error:
-            why = error.message
+        why = await until_lost(self._own, prefill)
         await self.forget(prefill, why)
         await prefill.connection.close()
-
-    async def _beats(self, prefill: Prefill) -> str:
-        beats = prefill.client.hold_receiver(self._own.instance, prefill.instance)
-        patience_s = float(_BEAT_PATIENCE)
-        try:
-            while True:
-                async with asyncio.timeout(patience_s):
-                    patience_s = _BEAT_PATIENCE * await anext(beats)
-        except TimeoutError:
-            return f"no beat for {patience_s:.1f} s"
-        except StopAsyncIteration:
-            return "it ended the pairing"
-
-
-def _result(pairing: asyncio.Task[Prefill]) -> Prefill | None:
-    """The prefill; None while it is not paired, and when pairing has failed."""
-    if not pairing.done() or pairing.cancelled() or pairing.exception() is not None:
-        return None
-    return pairing.result()
 
 
 async def _fence(prefill: Prefill) -> None:
@@ -219,18 +184,7 @@ async def _fence(prefill: Prefill) -> None:
     prefill.fenced.set()
 
 
-def _look_at_failure(pairing: asyncio.Task[Prefill]) -> None:
+def _look_at_failure(meeting: asyncio.Task[Prefill]) -> None:
     """A room that waited may have been aborted meanwhile; then nobody else would have asked how it went."""
-    if not pairing.cancelled() and pairing.exception() is not None:
-        _log.warning("pairing failed: %s", pairing.exception())
-
-
-def _only_rank(ranks: tuple[RankInfo, ...], address: BootstrapAddress) -> RankInfo:
-    if len(ranks) != 1:
-        raise LayoutMismatch(
-            f"prefill {address.target} has {len(ranks)} ranks, this decode has 1",
-            field="position",
-            mine=1,
-            theirs=len(ranks),
-        )
-    return ranks[0]
+    if not meeting.cancelled() and meeting.exception() is not None:
+        _log.warning("pairing failed: %s", meeting.exception())

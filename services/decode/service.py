@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
 
-from pd_common.aio import RoomTask, drain_tasks, finished_even_if_cancelled
+from pd_common.aio import RoomTask, finished_even_if_cancelled
 from pd_common.control.outputs import OutputHub
+from pd_common.control.peers import Peer
+from pd_common.control.room_keeper import RoomKeeper
 from pd_common.control.rooms import PoolStatus, TransferReport
 from pd_common.engine.engine import Engine
 from pd_common.engine.request import Sequence
@@ -25,24 +28,25 @@ from pd_common.errors import (
     StaleInstance,
     TransferFailed,
 )
-from pd_common.generation import GenerationRequest, Output
+from pd_common.generation import GenerationRequest
 from pd_common.handoff.chunk import PoolBuffers
 from pd_common.handoff.destination import Offer
 from pd_common.handoff.digest import PageDigest, digest_prompt
 from pd_common.handoff.metadata import HandoffMetadata, MetadataBuffers
 from pd_common.handoff.quarantine import Held
 from pd_common.handoff.receiver import KVReceiver
-from pd_common.handoff.state import Transfer, TransferState
+from pd_common.handoff.state import Progress, Transfer, TransferState
 from pd_common.handoff.table import TransferTable
 from pd_common.telemetry.spans import RoomTrace, SpanName
-from pd_common.transport.fake import is_fake, require_fake
+from pd_common.transport.fake import is_fake
 from pd_common.types import BootstrapRoom, Instance
 from services.decode.drain import Drain
-from services.decode.prefills import Prefill, Prefills
+from services.decode.inquiry import SILENT_S, Inquiry
+from services.decode.offering import publish
+from services.decode.pairing import Prefill
+from services.decode.prefills import Prefills
 from services.decode.queues import Allocation, PreallocQueue
 from services.decode.scheduler import Answer, DecodeScheduler
-
-_REAP_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +62,7 @@ class _Room:
     prompt_digest: bytes
     deadline_s: float
     trace: RoomTrace
-    reported: asyncio.Future[None]
+    reported: asyncio.Future[Progress]
     concluded: asyncio.Event
     task: RoomTask | None = None
     prefill: Prefill | None = None
@@ -68,7 +72,7 @@ class _Room:
     answer: Answer | None = None
 
 
-class DecodeService:
+class DecodeService(RoomKeeper[_Room]):
     """All rooms of one decode rank. Memory that was offered and not committed is freed by the drain alone (I2)."""
 
     def __init__(
@@ -84,21 +88,19 @@ class DecodeService:
         hub: OutputHub,
         *,
         new_digest: Callable[[], PageDigest] | None,
-        only_fake: bool = False,
+        handshake_only: bool = False,
     ) -> None:
-        self.instance = instance
-        self.transfers = transfers
+        super().__init__(instance, transfers, hub)
         self._engine = engine
         self._scheduler = scheduler
         self._pool = pool
         self._metadata = metadata
-        self._hub = hub
         self._new_digest = new_digest
-        self._only_fake = only_fake
-        self._rooms: dict[BootstrapRoom, _Room] = {}
+        self._handshake_only = handshake_only
         self._prealloc = prealloc
         self._drain = drain
-        self._stopping = False
+        self._inquiry = Inquiry(instance, self._tasks, self._gone)
+        self._inquiry_due_s = 0.0
 
     def use(self, prefills: Prefills) -> None:
         """Where to pair; it calls back into this service, so it is made after it."""
@@ -119,14 +121,15 @@ class DecodeService:
     def quarantined(self) -> tuple[Held, ...]:
         return self._drain.quarantine.held
 
+    def peers(self) -> tuple[Peer, ...]:
+        return self._prefills.peers(self.transfers.live())
+
     # --- what comes in ---
 
     def submit(self, request: GenerationRequest, parent: Context) -> None:
         if self._stopping:
             raise ShuttingDown("this decode is stopping and takes no new request")
         self._engine.validate(request)
-        if self._only_fake:
-            require_fake(request.bootstrap)
         if request.room in self._drain.quarantine:
             raise RoomAborted(f"room {request.room} failed and its memory is not proven quiet", room=request.room)
         if request.room in self._rooms and self.transfers.find(request.room) is None:  # its answer outlives its record
@@ -138,20 +141,23 @@ class DecodeService:
         reported = asyncio.get_running_loop().create_future()
         room = _Room(request, digest, deadline_s, trace, reported, asyncio.Event())
         self._rooms[request.room] = room
-        room.task = RoomTask(self._serve(room), lambda error: self._conclude(room, error))
+        work, name = self._serve(room), f"room {request.room}"
+        room.task = RoomTask(self._tasks, name, work, lambda error: self._conclude(room, error))
 
     async def report(self, report: TransferReport) -> Transfer:
         newer = self.transfers.heard(report.room, report.reporter, report.sequence)
         room = self._rooms.get(report.room)
         if room is not None and report.state is TransferState.SUCCESS:
             if not room.reported.done():
-                room.reported.set_result(None)
+                room.reported.set_result(report.progress)
             await room.concluded.wait()
         elif newer and report.state is TransferState.FAILED:
             self.abandon(report.room, report.failure or TransferFailed("prefill gave the room up", room=report.room))
         elif newer:
             if room is not None and room.receiver is not None:
                 room.receiver.pages_complete(report.progress.pages_done)
+                if room.offered_to is not None:
+                    room.offered_to.page_came()
             self.transfers.advance(report.room, report.state, time.monotonic(), progress=report.progress)
         return self.transfers.get(report.room)
 
@@ -165,11 +171,8 @@ class DecodeService:
         return None if known is None else self.transfers.get(room).state
 
     def abandon(self, room: BootstrapRoom, error: PdError) -> None:
-        self.transfers.fail(room, error, time.monotonic())
-        self._hub.publish([Output(room, error=error)])
-        live = self._rooms.get(room)
-        if live is not None and live.task is not None:
-            live.task.stop(error)
+        self._fail(room, error)
+        self._stop(room, error)
 
     def prefill_lost(self, prefill: Prefill, error: PeerLost) -> None:
         """Ends every room that waits for this process; answers that are being written go on."""
@@ -197,40 +200,47 @@ class DecodeService:
         room.trace.enter(SpanName.PREALLOC_WAIT)
         room.allocation = allocation = await self._prealloc.acquire(self._pages_for(request))
         room.trace.enter(SpanName.ALLOCATE, pages=len(allocation.pages))
-        await finished_even_if_cancelled(self._engine.zero_pages(allocation.pages))
+        metadata = await self._made_up(request, allocation)
         for state in (TransferState.WAITING_FOR_INPUT, TransferState.SUCCESS):
             self.transfers.advance(request.room, state, time.monotonic())
         room.concluded.set()
-        return allocation, HandoffMetadata(request.prompt[-1], len(request.prompt))
+        return allocation, metadata
+
+    async def _made_up(self, request: GenerationRequest, allocation: Allocation) -> HandoffMetadata:
+        """What the answer goes on from when no prefill has written anything."""
+        if request.sampling.max_new_tokens > 1:
+            await finished_even_if_cancelled(self._engine.zero_pages(allocation.pages))
+        return HandoffMetadata(request.prompt[-1], len(request.prompt))
 
     async def _receive(self, room: _Room) -> tuple[Allocation, HandoffMetadata]:
         request, trace = room.request, room.trace
         trace.enter(SpanName.PEERING)
-        room.prefill = await self._prefills.pair_with(request.bootstrap)
+        room.prefill = await self._prefills.pair_with(request.bootstrap, request.room)
         trace.enter(SpanName.PREALLOC_WAIT)
         room.allocation = allocation = await self._prealloc.acquire(self._pages_for(request))
         trace.enter(SpanName.ALLOCATE, pages=len(allocation.pages))
         receiver = await self._offer(room, allocation)
         trace.enter(SpanName.TRANSFER_WAIT)
-        await room.reported
+        progress = await room.reported
         trace.enter(SpanName.GATE)
-        return allocation, await self._commit(room, receiver)
+        return allocation, await self._commit(room, receiver, allocation, progress)
 
     async def _offer(self, room: _Room, allocation: Allocation) -> KVReceiver:
         """Publishes the prompt's pages. A prefill that has restarted, or forgotten this decode, is paired anew once."""
-        prefill = await self._prefills.pair_with(room.request.bootstrap)
+        request, prefill = room.request, room.prefill
+        if prefill is None or not self._prefills.is_current(prefill):
+            prefill = await self._prefills.pair_with(request.bootstrap, request.room)
         try:
             return await self._offer_to(room, prefill, allocation)
         except (StaleInstance, ReceiverUnknown) as refused:
             # Refused before anything could be written: these pages are known to nobody.
             room.offered_to = None
             await self._prefills.forget(prefill, refused.message)
-        return await self._offer_to(room, await self._prefills.pair_with(room.request.bootstrap), allocation)
+        prefill = await self._prefills.pair_with(request.bootstrap, request.room)
+        return await self._offer_to(room, prefill, allocation)
 
     async def _offer_to(self, room: _Room, prefill: Prefill, allocation: Allocation) -> KVReceiver:
-        request, now = room.request, time.monotonic()
-        if now >= room.deadline_s:
-            raise DeadlineExceeded("The deadline passed before the pages could be offered", room=request.room)
+        request = room.request
         offer = Offer(
             receiver=self.instance,
             pages=allocation.pages[: -(-len(request.prompt) // self._pool.page_size)],
@@ -244,10 +254,8 @@ class DecodeService:
         room.receiver = receiver = KVReceiver(request.room, offer, self._pool, self._metadata, digest)
         room.offered_to = prefill
         # Before the call, whose answer a report may overtake; whose room it is, is settled once the offer is accepted.
-        self.transfers.advance(request.room, TransferState.WAITING_FOR_INPUT, now)
-        await prefill.client.allocate_pages(
-            request.room, prefill.instance, offer, room.deadline_s - now, room.trace.context
-        )
+        self.transfers.advance(request.room, TransferState.WAITING_FOR_INPUT, time.monotonic())
+        await publish(self._prefills, prefill, request.room, offer, room.deadline_s, room.trace.context)
         known = self.transfers.get(request.room)
         if known.failure is not None:
             raise known.failure
@@ -256,10 +264,17 @@ class DecodeService:
         self.transfers.advance(request.room, known.state, time.monotonic(), peer=prefill.instance)
         return receiver
 
-    async def _commit(self, room: _Room, receiver: KVReceiver) -> HandoffMetadata:
+    async def _commit(
+        self, room: _Room, receiver: KVReceiver, allocation: Allocation, progress: Progress
+    ) -> HandoffMetadata:
         """Only what passes the gate and the digest is a success; then slot and pages are this room's alone."""
-        metadata = await receiver.commit()
-        self.transfers.advance(room.request.room, TransferState.SUCCESS, time.monotonic())
+        made_up = self._handshake_only
+        metadata = await (self._made_up(room.request, allocation) if made_up else receiver.commit())
+        now = time.monotonic()
+        if not self.transfers.advance(room.request.room, TransferState.SUCCESS, now, progress=progress):
+            raise RoomAborted("The room ended while its pages were checked", room=room.request.room)
+        if room.offered_to is not None:
+            room.offered_to.page_came()
         room.offered_to = None
         room.concluded.set()
         return metadata
@@ -283,10 +298,9 @@ class DecodeService:
     async def _conclude(self, room: _Room, error: PdError | None) -> None:
         number = room.request.room
         if error is not None:
-            self.transfers.fail(number, error, time.monotonic())
-            self._hub.publish([Output(number, error=error)])
+            self._fail(number, error)
             if room.prefill is not None and room.offered_to is None and not room.concluded.is_set():
-                self._drain.give_up(number, room.prefill, error, room.request.ticket)
+                self._drain.give_up(number, room.prefill, error, room.request.ticket, room.deadline_s)
         room.concluded.set()
         if room.answer is not None:
             await self._scheduler.leave(room.answer)
@@ -310,20 +324,27 @@ class DecodeService:
 
     # --- housekeeping ---
 
-    async def reap(self) -> None:
-        """Ends what is overdue, by the clock alone (I7); ends only by cancellation."""
-        while True:
-            now = time.monotonic()
-            for transfer in self.transfers.expire(now):
-                if transfer.failure is not None:
-                    self.abandon(transfer.room, transfer.failure)
-            for number in [number for number, room in self._rooms.items() if room.deadline_s <= now]:
-                # For the table a room has ended with the handoff; its answer is still to be in time.
-                self.abandon(number, DeadlineExceeded("The deadline passed while the answer was written", room=number))
-            self.transfers.sweep(now)
-            await asyncio.sleep(_REAP_S)
+    async def tend(self, now: float) -> None:
+        for number in [number for number, room in self._rooms.items() if room.deadline_s <= now]:
+            # For the table a room has ended with the handoff; its answer is still to be in time.
+            self.abandon(number, DeadlineExceeded("The deadline passed while the answer was written", room=number))
+        if self._inquiry_due_s <= now:
+            self._inquiry_due_s = now + SILENT_S
+            self._inquiry.ask(self._silent(now))
 
-    async def close(self, drain_timeout_s: float) -> None:
-        """Takes no new room; lets the running ones end for a while, then ends them. Returns when all have concluded."""
-        self._stopping = True
-        await drain_tasks([room.task for room in self._rooms.values() if room.task is not None], drain_timeout_s)
+    def _silent(self, now: float) -> dict[Prefill, list[BootstrapRoom]]:
+        """Rooms whose offer was taken and that nothing was heard of for a while, by prefill."""
+        silent = defaultdict[Prefill, list[BootstrapRoom]](list)
+        for number, room in self._rooms.items():
+            known = self.transfers.find(number)
+            if room.offered_to is None or known is None or known.peer is None or known.state.is_final:
+                continue
+            if known.updated_s + SILENT_S <= now:
+                silent[room.offered_to].append(number)
+        return silent
+
+    def _gone(self, prefill: Prefill, number: BootstrapRoom, error: PdError) -> None:
+        """Prefill has given the room up; its report was lost."""
+        known = self.transfers.find(number)
+        if known is not None and known.peer == prefill.instance and not known.state.is_final:
+            self.abandon(number, error)

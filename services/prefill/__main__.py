@@ -9,13 +9,16 @@ import click
 from pd_common import config
 from pd_common.control import metrics, process, server
 from pd_common.control.abort_servicer import AbortServicer
+from pd_common.control.bootstrap_client import BootstrapClient
 from pd_common.control.bootstrap_servicer import BootstrapServicer
-from pd_common.control.clients import BootstrapClient, dial_plain
 from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.registry import Registry
+from pd_common.control.security import Security
 from pd_common.control.status_servicer import TransferStatusServicer
+from pd_common.control.supervisor import Supervisor
 from pd_common.runtime import Runtime
-from pd_common.types import RankInfo, RankPosition, Role
+from pd_common.transport.fake import FAKE
+from pd_common.types import RankInfo, Role
 from services.prefill.membership import Membership
 from services.prefill.receivers import Receivers
 from services.prefill.scheduler import PrefillScheduler
@@ -29,7 +32,9 @@ from services.prefill.servicers import PageAllocationServicer
     "--chunked-prefill-size", default=2048, type=click.IntRange(min=1), help="Prompt tokens in one engine step."
 )
 @config.listen_options(port=8998)
+@config.rank_options
 @config.transport_options
+@config.security_options
 @config.room_options
 @config.log_options
 @config.metrics_options
@@ -44,7 +49,9 @@ def main(**options: Any) -> None:
 async def serve(options: dict[str, Any]) -> None:
     """The wiring of one prefill process; returns when it has drained after SIGTERM."""
     listen = config.pick(config.ListenConfig, options)
+    place = config.pick(config.RankConfig, options)
     data = config.pick(config.TransportConfig, options)
+    security = Security.open(config.pick(config.SecurityConfig, options), listen.host)
     own = Runtime.start(Role.PREFILL, options)
     engine = own.engine
     scheduler = PrefillScheduler(engine, options["chunked_prefill_size"], options["max_running_requests"])
@@ -57,40 +64,50 @@ async def serve(options: dict[str, Any]) -> None:
         own.transfers,
         own.hub,
         new_digest=own.new_digest if data.digest else None,
-        only_fake=data.transfer_backend == "fake",
+        handshake_only=data.transfer_backend == FAKE,
     )
-    receivers = Receivers(engine.layout, own.transport, service.receiver_lost, dial_plain)
+    receivers = Receivers(engine.layout, own.transport, own.canaries, service.receiver_lost, security.dial)
     service.use(receivers)
     control = server.ControlServer(
         [
-            server.bootstrap(BootstrapServicer(Registry())),
+            server.bootstrap(BootstrapServicer(Registry(Role.PREFILL, own.instance.epoch))),
             server.page_allocation(PageAllocationServicer(service, receivers)),
             server.transfer_status(TransferStatusServicer(service)),
             server.abort(AbortServicer(service)),
-            server.generation(EngineGenerationServicer(service, own.hub, engine)),
-        ]
+            server.generation(EngineGenerationServicer(service, own.hub, engine, place.bootstrap)),
+        ],
+        security.tls,
+        security.keys,
     )
     address = listen.advertised(await control.start(listen.host, listen.port))
     data_plane = own.data_plane(listen.advertised_host)
-    directory = dial_plain(address, Role.PREFILL)
-    rank = RankInfo(own.instance, Role.PREFILL, RankPosition(), address, engine.layout, data_plane)
+    directory = security.dial(address if place.bootstrap is None else place.bootstrap.target, Role.PREFILL)
+    rank = RankInfo(own.instance, Role.PREFILL, place.position, address, engine.layout, data_plane)
     membership = Membership(rank, BootstrapClient(directory))
+    service.announce_with(membership.announced)
     lease_s = await membership.join()
-    exposed = metrics.served(service.pool_status, listen.host, options["metrics_port"])
+    collectors = (metrics.PoolCollector(service.pool_status), control.errors)
+    exposed = metrics.served(collectors, listen.host, options["metrics_port"], security.tls)
+    supervisor = Supervisor(control)
     async with (
-        exposed,
-        process.background(scheduler.run(), service.reap(), membership.stay(lease_s), own.transport.watch()),
+        exposed as metrics_server,
+        supervisor.running(
+            scheduler=scheduler.run(),
+            reaper=service.reap(),
+            engine=engine.watch(),
+            data_plane=own.transport.watch(),
+            rooms=service.watch(),
+            lease=membership.stay(lease_s),
+            metrics=metrics_server(),
+        ),
     ):
         await control.set_serving(True)
         process.announce(f"pd-prefill serves {engine.model_info.name} on {address}", own.transport.info)
-        await server.until_signal()
-        await control.set_serving(False)
-        await service.close(options["drain_timeout_s"])
-        await membership.leave()
-    await receivers.close()
-    await directory.close()
-    await control.stop(grace_s=1.0)
-    await own.close()
+        await supervisor.until_end()
+        await service.close(supervisor.patience_s(options["drain_timeout_s"]))
+    await supervisor.close(
+        membership.leave(), receivers.close(), directory.close(), control.stop(grace_s=1.0), own.close()
+    )
 
 
 if __name__ == "__main__":

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from pd_common.control.clients import Connection, Dial, PeerClient
-from pd_common.errors import InvalidRequest, LayoutMismatch, PeerLost, ReceiverUnknown, StaleInstance
+from pd_common.aio import finished_even_if_cancelled
+from pd_common.control import beats
+from pd_common.control.connection import Connection, Dial
+from pd_common.control.peer_client import PeerClient
+from pd_common.control.peers import Peer
+from pd_common.errors import InvalidRequest, LayoutMismatch, PeerLost, ReceiverUnknown, StaleInstance, TransferFailed
+from pd_common.handoff.canary import Canary, CanaryMemory, RemoteCanary
 from pd_common.handoff.destination import RemotePool
-from pd_common.transport.base import Channel, Transport
+from pd_common.handoff.state import Transfer
+from pd_common.transport.base import Channel, Puts, Transport
 from pd_common.types import Instance, KvLayout, Role
 
 _log = logging.getLogger(__name__)
-
-UNHELD_S = 2.5
-"""A registration without a HoldReceiver call is dropped after this time: decode makes it at once, unless it died."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,20 +31,29 @@ class Receiver:
     instance: Instance
     control_address: str
     pool: RemotePool
+    canary_memory: RemoteCanary
     channel: Channel
     connection: Connection
     client: PeerClient
     registered_at: float = field(default_factory=time.monotonic)
     held: bool = False
+    canary: Canary | None = None
+    """The last one that went through."""
 
 
 class Receivers:
     """At most one registration per control address, and one per process. `on_lost` is told when one ends."""
 
     def __init__(
-        self, layout: KvLayout, transport: Transport, on_lost: Callable[[Instance, PeerLost], None], dial: Dial
+        self,
+        layout: KvLayout,
+        transport: Transport,
+        canaries: CanaryMemory,
+        on_lost: Callable[[Instance, PeerLost], None],
+        dial: Dial,
     ) -> None:
         self._layout = layout
+        self._canaries = canaries
         self._transport = transport
         self._on_lost = on_lost
         self._dial = dial
@@ -48,7 +61,13 @@ class Receivers:
         self._registering = asyncio.Lock()
 
     async def register(
-        self, instance: Instance, control_address: str, layout: KvLayout, pool: RemotePool, data_address: bytes
+        self,
+        instance: Instance,
+        control_address: str,
+        layout: KvLayout,
+        pool: RemotePool,
+        canary_memory: RemoteCanary,
+        data_address: bytes,
     ) -> Receiver:
         """Connects to the receiver. The same instance again, or a later one at its address, replaces the registration.
 
@@ -62,7 +81,7 @@ class Receivers:
         self._refuse_stale(instance, control_address)
         channel = await self._transport.connect(data_address)
         try:
-            receiver = await self._take_in(instance, control_address, pool, channel)
+            receiver = await self._take_in(instance, control_address, pool, canary_memory, channel)
         except BaseException:
             await channel.close()
             raise
@@ -71,14 +90,22 @@ class Receivers:
         )
         return receiver
 
-    async def _take_in(self, instance: Instance, control_address: str, pool: RemotePool, channel: Channel) -> Receiver:
+    async def _take_in(
+        self,
+        instance: Instance,
+        control_address: str,
+        pool: RemotePool,
+        canary_memory: RemoteCanary,
+        channel: Channel,
+    ) -> Receiver:
         """One at a time: whoever has connected meanwhile is looked at again."""
         async with self._registering:
             self._refuse_stale(instance, control_address)
             for other in (*self._at(control_address), *self._elsewhere(instance, control_address)):
                 await self.drop(other, "it registered again" if other.instance == instance else "it has restarted")
             connection = self._dial(control_address, Role.DECODE)
-            receiver = Receiver(instance, control_address, pool, channel, connection, PeerClient(connection))
+            client = PeerClient(connection)
+            receiver = Receiver(instance, control_address, pool, canary_memory, channel, connection, client)
             self._by_instance[instance] = receiver
             return receiver
 
@@ -109,10 +136,53 @@ class Receivers:
         # Whoever ends it may be stopped meanwhile, for one a room of this decode: both planes are closed all the same.
         await asyncio.shield(_disconnect(receiver))
 
+    async def send_canary(self, receiver: Receiver, page: int, seed: bytes) -> Canary:
+        """Writes what follows from the seed into this page of the receiver's canary memory.
+
+        Raises:
+            PagesInvalid: the receiver has not offered such a page.
+            TransferFailed: it cannot be written; the registration has ended, for its channel is broken for good.
+
+        """
+        remote_address = receiver.canary_memory.address_of(page)
+        async with self._canaries.page() as own_page:
+            self._canaries.fill(own_page, seed)
+            # Nobody else has the page before nothing reads it any more, whatever becomes of the caller.
+            took_s = await finished_even_if_cancelled(
+                self._write(receiver, self._canaries.puts(own_page, remote_address))
+            )
+        receiver.canary = Canary(time.monotonic(), took_s)
+        return receiver.canary
+
+    async def _write(self, receiver: Receiver, puts: Puts) -> float:
+        """Gives the seconds until the page was visible."""
+        try:
+            receipt = await receiver.channel.write(puts)
+        except (TransferFailed, PeerLost) as broken:
+            await self.drop(receiver, broken.message)
+            raise TransferFailed(broken.message, **broken.metadata) from broken
+        return receipt.seconds
+
+    def peers(self, live: Iterable[Transfer]) -> tuple[Peer, ...]:
+        """Every registration; `live` are the rooms that have not ended."""
+        rooms = Counter(transfer.peer for transfer in live)
+        return tuple(
+            Peer(
+                receiver.instance,
+                Role.DECODE,
+                receiver.control_address,
+                receiver.channel.carrier,
+                receiver.registered_at,
+                receiver.canary,
+                rooms[receiver.instance],
+            )
+            for receiver in self._by_instance.values()
+        )
+
     async def drop_unheld(self, now: float) -> None:
-        """Ends registrations that nobody holds."""
+        """Ends registrations that nobody holds: decode does so as soon as it has had its canary, unless it died."""
         for receiver in tuple(self._by_instance.values()):
-            if not receiver.held and now - receiver.registered_at > UNHELD_S:
+            if not receiver.held and now - receiver.registered_at > beats.patience_s():
                 await self.drop(receiver, "it registered, but does not hold the registration")
 
     async def close(self) -> None:

@@ -7,17 +7,16 @@ from collections.abc import AsyncIterator
 
 from pd.v1 import page_allocation_pb2, page_allocation_pb2_grpc
 
-from pd_common.control import convert
+from pd_common.control import beats, convert
 from pd_common.control.rooms import Call, check_recipient
-from pd_common.errors import InternalError, InvalidRequest
+from pd_common.errors import InvalidRequest
+from pd_common.handoff.canary import SEED_BYTES, RemoteCanary
 from pd_common.handoff.chunk import PoolBuffers
 from pd_common.handoff.destination import Offer, RemotePool
 from pd_common.handoff.metadata import ROW_BYTES, Slot
 from pd_common.handoff.process import own_process_proof
-from services.prefill.receivers import Receivers, check_register_request
+from services.prefill.receivers import Receiver, Receivers, check_register_request
 from services.prefill.service import PrefillService
-
-BEAT_S = 0.5
 
 
 class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
@@ -32,11 +31,13 @@ class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
         self, request: page_allocation_pb2.RegisterReceiverRequest, context: Call
     ) -> page_allocation_pb2.RegisterReceiverResponse:
         check_recipient(request.sender, self._service.instance)
+        layout = convert.layout_from(request.layout)
         receiver = await self._receivers.register(
             convert.instance_from(request.receiver, "receiver"),
             request.control_address,
-            convert.layout_from(request.layout),
+            layout,
             _remote_pool(request),
+            RemoteCanary(request.canary_base, request.canary_pages, layout.page_bytes),
             request.data_address,
         )
         return page_allocation_pb2.RegisterReceiverResponse(
@@ -48,21 +49,29 @@ class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
     async def HoldReceiver(
         self, request_iterator: AsyncIterator[page_allocation_pb2.HoldReceiverRequest], context: Call
     ) -> AsyncIterator[page_allocation_pb2.HoldReceiverResponse]:
-        request = await anext(request_iterator)
-        check_recipient(request.sender, self._service.instance)
-        receiver = self._receivers.get(convert.instance_from(request.receiver, "receiver"))
+        first = await anext(request_iterator, page_allocation_pb2.HoldReceiverRequest())
+        check_recipient(first.sender, self._service.instance)
+        receiver = self._receivers.get(convert.instance_from(first.receiver, "receiver"))
         receiver.held = True
+        listening = asyncio.create_task(self._listen(receiver, request_iterator))
         try:
-            while self._receivers.is_current(receiver):
-                yield page_allocation_pb2.HoldReceiverResponse(interval=convert.duration_to(BEAT_S))
-                await asyncio.sleep(BEAT_S)
+            while self._receivers.is_current(receiver) and not listening.done():
+                yield page_allocation_pb2.HoldReceiverResponse(interval=convert.duration_to(beats.BEAT_S))
+                await asyncio.sleep(beats.BEAT_S)
         finally:
+            listening.cancel()
             await self._receivers.drop(receiver, "its connection ended")
+            await asyncio.wait([listening])
 
     async def SendCanary(
         self, request: page_allocation_pb2.SendCanaryRequest, context: Call
     ) -> page_allocation_pb2.SendCanaryResponse:
-        raise InternalError("not there yet")
+        check_recipient(request.sender, self._service.instance)
+        receiver = self._receivers.get(convert.instance_from(request.receiver, "receiver"))
+        if len(request.seed) != SEED_BYTES:
+            raise InvalidRequest(f"a seed has {SEED_BYTES} bytes, not {len(request.seed)}", field="seed")
+        canary = await self._receivers.send_canary(receiver, request.page, request.seed)
+        return page_allocation_pb2.SendCanaryResponse(took=convert.duration_to(canary.took_s))
 
     async def AllocatePages(
         self, request: page_allocation_pb2.AllocatePagesRequest, context: Call
@@ -76,12 +85,26 @@ class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
             decode_prefix_len=request.decode_prefix_len,
             prompt_tokens=request.prompt_tokens,
             prompt_digest=request.prompt_digest,
+            state_indices=tuple(tuple(kind.indices) for kind in request.state_indices),
             ticket=request.ticket,
         )
         room = convert.room_from(request.bootstrap_room)
         time_left_s = convert.time_limit_from(request.time_left, "time_left")
         state = self._service.offer(room, offer, receiver, time_left_s)
         return page_allocation_pb2.AllocatePagesResponse(state=convert.state_to(state))
+
+    async def _listen(
+        self, receiver: Receiver, requests: AsyncIterator[page_allocation_pb2.HoldReceiverRequest]
+    ) -> None:
+        """Ends the registration when decode's beats stop."""
+        why = "it has ended the pairing"
+        try:
+            async with beats.Patience() as patience:
+                async for _ in requests:
+                    patience.heard()
+        except TimeoutError:
+            why = f"no beat for {beats.patience_s():.1f} s"
+        await self._receivers.drop(receiver, why)
 
 
 def _remote_pool(request: page_allocation_pb2.RegisterReceiverRequest) -> RemotePool:
@@ -106,4 +129,4 @@ def _remote_pool(request: page_allocation_pb2.RegisterReceiverRequest) -> Remote
         request.num_pages,
         request.layout.page_size,
     )
-    return RemotePool(pool, request.metadata_base, request.metadata_slots)
+    return RemotePool(pool, request.metadata_base, request.metadata_slots, len(request.layout.state_kinds))

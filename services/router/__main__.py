@@ -8,9 +8,11 @@ from typing import Any
 import click
 
 from pd_common import config
-from pd_common.control import process, server
-from pd_common.control.clients import dial_plain
+from pd_common.control import metrics, process, server
+from pd_common.control.abort_servicer import AbortServicer
 from pd_common.control.http_server import HttpServer
+from pd_common.control.security import Security
+from pd_common.control.supervisor import Supervisor
 from pd_common.telemetry import spans
 from pd_common.types import BootstrapAddress, Role
 from services.router.dispatch import Dispatcher
@@ -47,7 +49,9 @@ from services.router.worker import Worker
 @click.option(
     "--grpc-port", default=8001, type=click.IntRange(0, 65535), help="gRPC port; 0 takes a free one and prints it."
 )
+@config.security_options
 @config.log_options
+@config.metrics_options
 def main(**options: Any) -> None:
     """Serve requests: OpenAI's API and /generate on HTTP, pd.v1.Generation on gRPC.
 
@@ -64,34 +68,48 @@ async def serve(
     host: str,
     http_port: int,
     grpc_port: int,
-    log_level: str,  # noqa: ARG001  used before the loop starts
+    metrics_port: int | None,
+    **settings: Any,
 ) -> None:
     """The wiring of one router process; returns when it has been stopped by a signal."""
     tracing = spans.configure("pd-router", f"router-{host}-{http_port}")
+    security = Security.open(config.pick(config.SecurityConfig, settings), host)
     changed = asyncio.Event()
-    prefill_workers = [Worker(Role.PREFILL, address, changed, dial_plain) for address in prefills]
-    decode_workers = [Worker(Role.DECODE, address, changed, dial_plain) for address in decodes]
+    prefill_workers = [Worker(Role.PREFILL, address, changed, security.dial) for address in prefills]
+    decode_workers = [Worker(Role.DECODE, address, changed, security.dial) for address in decodes]
     workers = [*prefill_workers, *decode_workers]
     policy = LeastRooms(prefill_workers, decode_workers)
-    dispatcher = Dispatcher(policy)
-    control = server.ControlServer([server.generation(RouterGenerationServicer(dispatcher))])
+    dispatcher = Dispatcher(policy, security.keys)
+    control = server.ControlServer(
+        [server.abort(AbortServicer(dispatcher)), server.generation(RouterGenerationServicer(dispatcher))], security.tls
+    )
     prober = Prober(dispatcher, policy, changed, control)
-    http = HttpServer(create_app(dispatcher), host, http_port)
+    http = HttpServer(create_app(dispatcher, lambda: control.is_live), host, http_port, tls=security.tls)
     bound_grpc_port = await control.start(host, grpc_port)
     bound_http_port = await http.start()
-    async with process.background(*(worker.run() for worker in workers), prober.run()):
+    exposed = metrics.served([control.errors], host, metrics_port, security.tls)
+    supervisor = Supervisor(control)
+    works = {f"stream of {worker.role.value} {worker.address.target}": worker.run() for worker in workers}
+    async with (
+        exposed as metrics_server,
+        supervisor.running(
+            **works,
+            prober=prober.run(),
+            probes=prober.watch(),
+            rooms=dispatcher.watch(),
+            http=http.watch(),
+            metrics=metrics_server(),
+        ),
+    ):
         process.announce(
             f"pd-router listens for HTTP on {host}:{bound_http_port} and for gRPC on {host}:{bound_grpc_port}"
         )
-        await server.until_signal()
-        await control.set_serving(False)
+        await supervisor.until_end()
         await http.stop()
         await control.stop(grace_s=5.0)
-    await dispatcher.close()
-    for worker in workers:
-        await worker.stop()
     if tracing is not None:
         tracing.shutdown()
+    await supervisor.close(dispatcher.close(), *(worker.stop() for worker in workers))
 
 
 if __name__ == "__main__":

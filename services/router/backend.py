@@ -1,11 +1,14 @@
-"""What the two fronts of the router ask of whatever is behind them."""
+"""What the fronts of the router ask of whatever is behind them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from pd_common.errors import PdError
 from pd_common.generation import ChatMessage, ClientRequest, ModelInfo, Output
+from pd_common.handoff.state import TransferState
+from pd_common.types import BootstrapRoom
 
 
 class Backend(Protocol):
@@ -22,6 +25,17 @@ class Backend(Protocol):
 
         A failure is raised as PdError, never yielded; one before the first piece means that nothing was generated.
         """
+        ...
+
+    async def abort(self, room: BootstrapRoom, error: PdError) -> TransferState | None:
+        """Ends the room: its client gets `error`. Returns when both legs have answered.
+
+        None for a room that is not open; a request for it that comes within a minute is refused.
+        """
+        ...
+
+    async def abort_rid(self, rid: str, message: str) -> Sequence[BootstrapRoom]:
+        """As `abort`, for every open room whose request has exactly this id; gives them."""
         ...
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -13,37 +14,47 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace as otel_trace
 from opentelemetry.context import Context
 
-from pd_common.errors import ClientCancelled, NoWorkers, PdError, RoomInUse
+from pd_common.aio import Tasks
+from pd_common.control.process import new_instance
+from pd_common.control.tickets import TicketKeys
+from pd_common.errors import ClientCancelled, NoWorkers, PdError, PeerLost, RoomAborted, TransferFailed
 from pd_common.generation import ChatMessage, ClientRequest, GenerationRequest, ModelInfo, Output
+from pd_common.handoff.state import TransferState
 from pd_common.telemetry import spans
 from pd_common.telemetry.spans import RoomTrace, SpanName
 from pd_common.types import BootstrapRoom, Role
 from services.router.policy import LeastRooms, Pair, why_none
+from services.router.rooms import OpenRoom, Rooms
 from services.router.worker import Sink, Worker
 
 _log = logging.getLogger(__name__)
 
 _ROOM_BITS = 53
 """Rooms that the router makes are exact in a JSON number."""
+_TICKET_SLACK_S = 60.0
+"""For clocks that differ, and for the last messages of a room that has run out of time."""
 
 
 class Dispatcher:
     """Every room that is open here ends in one of: its last output, an error, an abort of both legs."""
 
-    def __init__(self, policy: LeastRooms) -> None:
+    def __init__(self, policy: LeastRooms, keys: TicketKeys | None = None) -> None:
+        """With `keys` both legs of each room carry its ticket."""
+        self.instance = new_instance("router")
         self._policy = policy
-        self._open: set[BootstrapRoom] = set()
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._keys = keys
+        self._rooms = Rooms()
+        self._aborts = Tasks()
 
     # --- what the fronts use (services/router/backend.py) ---
 
     @property
     def is_ready(self) -> bool:
         """A request that came now would find a pair through which a real room has gone."""
-        return any(w.is_usable for w in self._policy.prefills) and any(w.is_usable for w in self._policy.decodes)
+        return any(pair.is_proven for pair in self._policy.pairs)
 
     def not_ready_reason(self) -> str:
-        return why_none([*self._policy.prefills, *self._policy.decodes])
+        return why_none(self._policy.pairs)
 
     async def tokenize_text(self, text: str) -> tuple[int, ...]:
         return await self._any_worker().tokenize_text(text)
@@ -67,66 +78,94 @@ class Dispatcher:
 
     async def generate_through(self, pair: Pair, request: ClientRequest) -> AsyncGenerator[Output, None]:
         """The answer of one pair; closing the generator aborts both legs."""
-        room = self._claim(request.room)
+        number, lives = request.room or _new_number(), pair.lives
+        leg_request = _leg_request(number, pair, request, self._ticket(number, request.timeout_s))
+        room = OpenRoom(leg_request, (pair.prefill, pair.decode))
+        self._rooms.add(room, time.monotonic())
         trace = RoomTrace(
-            SpanName.ROUTE, room, _parent(room), prefill=pair.prefill.address.target, decode=pair.decode.address.target
+            SpanName.ROUTE,
+            number,
+            _parent(number),
+            prefill=pair.prefill.address.target,
+            decode=pair.decode.address.target,
         )
-        arrivals: asyncio.Queue[tuple[Role, Output]] = asyncio.Queue()
-        legs = (pair.prefill, pair.decode)
-        for leg in legs:
-            leg.open(room, _sink(arrivals, leg.role))
-        leg_request = _leg_request(room, pair, request)
+        for leg in room.legs:
+            leg.open(number, _sink(room.arrivals, leg.role))
         error: PdError | None = None
-        ended = False
         try:
-            await self._submit(legs, leg_request, trace)
-            while not ended:
-                role, output = await arrivals.get()
+            await self._submit(room, trace)
+            while not room.answered:
+                role, output = await room.arrivals.get()
                 if output.error is not None:
                     raise output.error
                 if role is Role.DECODE:
-                    ended = output.is_last
+                    room.answered = output.is_last
                     trace.first_token()
                     yield output
         except PdError as failed:
             error = failed
+            if isinstance(failed, TransferFailed | PeerLost):
+                pair.doubt(lives, failed.message)
             raise
         finally:
-            for leg in legs:
-                leg.close(room)
-            self._open.discard(room)
-            if not ended:
-                error = error or ClientCancelled("the client went away", room=room)
-                self._abort(legs, leg_request, error)
+            for leg in room.legs:
+                leg.close(number)
+            if not room.answered:
+                error = error or ClientCancelled("the client went away", room=number)
+                self._end(room, error)
+            room.left = True
+            self._rooms.remove_if_over(room)
             trace.end(error)
 
-    async def _submit(self, legs: Sequence[Worker], request: GenerationRequest, trace: RoomTrace) -> None:
+    async def _submit(self, room: OpenRoom, trace: RoomTrace) -> None:
         stage = trace.enter(SpanName.DISPATCH)
         answers = await asyncio.gather(
-            *(leg.submit(request, spans.inside(stage)) for leg in legs), return_exceptions=True
+            *(leg.submit(room.request, spans.inside(stage)) for leg in room.legs), return_exceptions=True
         )
         for answer in reversed(answers):  # decode's word first: it knows the whole answer's needs
             if answer is not None:
                 raise answer
         trace.leave()
 
-    def _abort(self, legs: Sequence[Worker], request: GenerationRequest, error: PdError) -> None:
-        """Ends both legs without keeping the client waiting; the tasks are held until they are done."""
-        for leg in legs:
-            task = asyncio.create_task(leg.abort(request.room, error.message, request.ticket))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
+    async def abort(self, room: BootstrapRoom, error: PdError) -> TransferState | None:
+        known = self._rooms.find(room)
+        if known is None:
+            self._rooms.refuse(room, time.monotonic())
+            return None
+        if known.answered:
+            return TransferState.SUCCESS
+        self._end(known, error)
+        await asyncio.wait(known.aborts)
+        return TransferState.FAILED
+
+    async def abort_rid(self, rid: str, message: str) -> Sequence[BootstrapRoom]:
+        numbers = [room.number for room in self._rooms.with_rid(rid)]
+        await asyncio.gather(*(self.abort(number, RoomAborted(message, room=number)) for number in numbers))
+        return numbers
+
+    def _end(self, room: OpenRoom, error: PdError) -> None:
+        """Ends both legs, once, without keeping the client waiting; the tasks are held until they are done."""
+        if room.aborts:
+            return
+        request = room.request
+        room.arrivals.put_nowait((Role.DECODE, Output(room.number, error=error)))
+        room.aborts = tuple(
+            self._aborts.start(f"abort of room {room.number}", leg.abort(room.number, error.message, request.ticket))
+            for leg in room.legs
+        )
+        for abort in room.aborts:
+            abort.add_done_callback(lambda _: self._rooms.remove_if_over(room))
+
+    async def watch(self) -> None:
+        """Raises InternalError when an abort has died. Otherwise it never returns."""
+        await self._aborts.watch()
 
     async def close(self) -> None:
         """Waits for aborts that are under way."""
-        await asyncio.gather(*self._aborts)
+        await asyncio.gather(*self._aborts, return_exceptions=True)
 
-    def _claim(self, wanted: BootstrapRoom | None) -> BootstrapRoom:
-        room = wanted if wanted is not None else BootstrapRoom(secrets.randbelow(2**_ROOM_BITS - 1) + 1)
-        if room in self._open:
-            raise RoomInUse(f"room {room} is in use", room=room)
-        self._open.add(room)
-        return room
+    def _ticket(self, room: BootstrapRoom, timeout_s: float) -> bytes:
+        return b"" if self._keys is None else self._keys.sign(room, time.time() + timeout_s + _TICKET_SLACK_S)
 
     def _any_worker(self) -> Worker:
         for worker in (*self._policy.decodes, *self._policy.prefills):
@@ -135,20 +174,25 @@ class Dispatcher:
         raise NoWorkers(f"no worker is connected: {self.not_ready_reason()}")
 
 
+def _new_number() -> BootstrapRoom:
+    return BootstrapRoom(secrets.randbelow(2**_ROOM_BITS - 1) + 1)
+
+
 def _sink(arrivals: asyncio.Queue[tuple[Role, Output]], role: Role) -> Sink:
     return lambda output: arrivals.put_nowait((role, output))
 
 
-def _leg_request(room: BootstrapRoom, pair: Pair, request: ClientRequest) -> GenerationRequest:
+def _leg_request(room: BootstrapRoom, pair: Pair, request: ClientRequest, ticket: bytes) -> GenerationRequest:
     return GenerationRequest(
         rid=request.rid or uuid.uuid4().hex,
         room=room,
-        bootstrap=pair.prefill.address,
+        bootstrap=pair.prefill.bootstrap,
         prompt=request.prompt,
         sampling=request.sampling,
         return_logprob=request.return_logprob,
         top_logprobs=request.top_logprobs,
         timeout_s=request.timeout_s,
+        ticket=ticket,
     )
 
 

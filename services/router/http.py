@@ -10,8 +10,9 @@ import contextvars
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 
 from opentelemetry import context as trace_context
 from opentelemetry import propagate
@@ -24,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from pd_common.errors import InternalError, PdError
 from pd_common.generation import Output
+from services.router.abort_api import abort_request
 from services.router.backend import Backend
 from services.router.exchange import Answer, Exchange, Json, ReadExchange
 from services.router.generate_api import read_generate
@@ -39,16 +41,18 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _log = logging.getLogger(__name__)
 
 
-def create_app(backend: Backend) -> Starlette:
-    """The ASGI application; serving it is the caller's business."""
-    status = _Status(backend)
+def create_app(backend: Backend, is_live: Callable[[], bool]) -> Starlette:
+    """The ASGI application; serving it is the caller's business. `is_live`: every part of the process lives."""
+    status = _Status(backend, is_live)
     return Starlette(
         routes=[
             Route("/generate", _Generation(backend, read_generate), methods=["POST"]),
             Route("/v1/completions", _Generation(backend, read_completion), methods=["POST"]),
             Route("/v1/chat/completions", _Generation(backend, read_chat), methods=["POST"]),
+            Route("/abort_request", partial(abort_request, backend=backend), methods=["POST"]),
             Route("/v1/models", status.models),
             Route("/health", status.health),
+            Route("/livez", status.livez),
         ],
         exception_handlers=HANDLERS,
     )
@@ -57,8 +61,9 @@ def create_app(backend: Backend) -> Starlette:
 class _Status:
     """The endpoints that generate nothing."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, is_live: Callable[[], bool]) -> None:
         self._backend = backend
+        self._is_live = is_live
         self._started = int(time.time())
 
     async def models(self, _: Request) -> Response:
@@ -66,10 +71,17 @@ class _Status:
         entry = {"id": model.name, "object": "model", "created": self._started, "owned_by": "pd-handoff"}
         return JSONResponse({"object": "list", "data": [entry]})
 
-    async def health(self, _: Request) -> Response:
-        if self._backend.is_ready:
+    async def health(self, request: Request) -> Response:
+        """Readiness: a request that came now would be served."""
+        if not self._backend.is_ready:
+            return JSONResponse({"status": "unavailable", "reason": self._backend.not_ready_reason()}, 503)
+        return await self.livez(request)
+
+    async def livez(self, _: Request) -> Response:
+        """Liveness: whether to leave the process running, whatever its peers and queues do."""
+        if self._is_live():
             return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "unavailable", "reason": self._backend.not_ready_reason()}, 503)
+        return JSONResponse({"status": "dead", "reason": "a part of this process has died"}, 503)
 
 
 class _Generation:

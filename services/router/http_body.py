@@ -45,6 +45,8 @@ def refuse_batch(value: object) -> object:
     return value
 
 
+Rid = Annotated[str, Field(min_length=1, max_length=_MAX_RID_LENGTH)]
+Room = Annotated[int, Field(ge=1, le=MAX_ROOM)]
 Absent = Annotated[object, only()]
 Count = Annotated[int, Field(ge=1, lt=_UINT32_END)]
 TokenId = Annotated[int, Field(ge=0, lt=_UINT32_END)]
@@ -74,10 +76,10 @@ class Body(BaseModel):
 class GenerationBody(Body):
     """What a request may say about itself and its meeting place, in every API."""
 
-    rid: Annotated[str, Field(min_length=1, max_length=_MAX_RID_LENGTH)] | None = None
+    rid: Rid | None = None
     bootstrap_host: Annotated[str, Field(min_length=1)] | None = None
     bootstrap_port: Annotated[int, Field(ge=1, lt=2**16)] | None = None
-    bootstrap_room: Annotated[int, Field(ge=1, le=MAX_ROOM)] | None = None
+    bootstrap_room: Room | None = None
     stream: bool = False
 
     def room(self) -> BootstrapRoom | None:

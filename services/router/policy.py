@@ -1,4 +1,4 @@
-"""Which prefill and which decode a request goes to."""
+"""Which prefill and which decode a request goes to: among pairs through which a real room has gone."""
 
 from __future__ import annotations
 
@@ -6,48 +6,89 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pd_common.errors import InvalidRequest, NoWorkers
-from pd_common.types import BootstrapAddress, Role
+from pd_common.types import BootstrapAddress
 from services.router.worker import Worker
 
+Lives = tuple[str, str]
+"""Which life of a prefill and which of a decode."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, eq=False)
 class Pair:
-    """A prefill and a decode for one request."""
+    """A prefill and a decode. What a probe has shown holds for the lives that they had then, and for no later ones."""
 
     prefill: Worker
     decode: Worker
+    _probed: Lives | None = None
+    _trouble: str | None = None
+
+    @property
+    def lives(self) -> Lives | None:
+        """Those that both have now; None unless both are live."""
+        prefill, decode = self.prefill.life, self.decode.life
+        return None if prefill is None or decode is None else (prefill, decode)
+
+    @property
+    def is_proven(self) -> bool:
+        """Both are live, and a real room has gone through since they came up."""
+        return self.lives is not None and self._probed == self.lives and self._trouble is None
+
+    @property
+    def needs_probe(self) -> bool:
+        """Both are live, and no room has gone through yet."""
+        return self.lives is not None and not self.is_proven
+
+    @property
+    def why_not(self) -> str:
+        """What the last probe of these lives has met."""
+        return self._trouble if self._trouble is not None and self._probed == self.lives else "not proven yet"
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that both have of this router."""
+        return self.prefill.open_rooms + self.decode.open_rooms
+
+    def note_probe(self, lives: Lives, trouble: str | None) -> None:
+        """How a probe has gone that began in these lives; no trouble: a room has gone through."""
+        self._probed, self._trouble = lives, trouble
+
+    def doubt(self, lives: Lives | None, trouble: str) -> None:
+        """A room that began in these lives has failed between the two: the pair is to be probed again."""
+        if self.is_proven and self.lives == lives:
+            self._trouble = trouble
+            self.prefill.changed.set()
+
+    def __str__(self) -> str:
+        return f"{self.prefill.address.target} with {self.decode.address.target}"
 
 
 class LeastRooms:
-    """Of the usable workers of each role the one with the fewest rooms; the first in order among equals."""
+    """Of the proven pairs the one with the fewest rooms; the first in order among equals."""
 
     def __init__(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> None:
         self.prefills = tuple(prefills)
         self.decodes = tuple(decodes)
+        self.pairs = tuple(Pair(prefill, decode) for prefill in prefills for decode in decodes)
 
     def pick(self, bootstrap: BootstrapAddress | None) -> Pair:
-        """A pair; `bootstrap` asks for one prefill by the address that the router knows it by.
+        """A pair; `bootstrap` asks for a prefill by its own address or by that of its Bootstrap service.
 
         Raises:
-            NoWorkers: no usable worker of a role.
+            NoWorkers: no proven pair.
             InvalidRequest: the router has no such prefill.
 
         """
-        prefills = self.prefills
-        if bootstrap is not None:
-            prefills = tuple(worker for worker in prefills if worker.address == bootstrap)
-            if not prefills:
-                raise InvalidRequest(f"this router has no prefill {bootstrap.target}", field="bootstrap_host")
-        return Pair(_least(prefills, Role.PREFILL), _least(self.decodes, Role.DECODE))
+        pairs = [pair for pair in self.pairs if bootstrap in (None, pair.prefill.address, pair.prefill.bootstrap)]
+        if not pairs:
+            raise InvalidRequest(f"this router has no prefill {bootstrap and bootstrap.target}", field="bootstrap_host")
+        proven = [pair for pair in pairs if pair.is_proven]
+        if not proven:
+            raise NoWorkers(f"no usable pair: {why_none(pairs)}")
+        return min(proven, key=lambda pair: pair.open_rooms)
 
 
-def _least(workers: Sequence[Worker], role: Role) -> Worker:
-    usable = [worker for worker in workers if worker.is_usable]
-    if not usable:
-        raise NoWorkers(f"no usable {role.value}: {why_none(workers)}", role=role.value)
-    return min(usable, key=lambda worker: worker.open_rooms)
-
-
-def why_none(workers: Sequence[Worker]) -> str:
-    """For a person: what is the matter with each."""
-    return "; ".join(f"{worker.address.target}: {worker.why_not}" for worker in workers if not worker.is_usable)
+def why_none(pairs: Sequence[Pair]) -> str:
+    """For a person: what is the matter with each worker that is not live, and with each pair that is not proven."""
+    workers = dict.fromkeys([pair.prefill for pair in pairs] + [pair.decode for pair in pairs])
+    down = [f"{worker.address.target}: {worker.why_not}" for worker in workers if not worker.is_live]
+    return "; ".join(down + [f"{pair}: {pair.why_not}" for pair in pairs if pair.needs_probe])

@@ -1,28 +1,29 @@
-"""Readiness that means something: a worker is used only after a real room has gone through it."""
+"""Readiness that means something: a pair is used only after a real room has gone through it."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
 
+from pd_common.aio import Tasks
 from pd_common.control.server import ControlServer
 from pd_common.errors import PdError
 from pd_common.generation import ClientRequest, SamplingParams
 from services.router.dispatch import Dispatcher
-from services.router.policy import LeastRooms, Pair
-from services.router.worker import Worker
+from services.router.policy import LeastRooms, Lives, Pair
 
 _log = logging.getLogger(__name__)
 
+_AT_ONCE = 8
 _AGAIN_S = 0.5
 _TIMEOUT_S = 20.0
 
 
 class Prober:
-    """Sends a short prompt, a page and one token long, through every worker that came up since it was proven."""
+    """Sends a short prompt, a page and one token long, through every pair that came up, until one has gone through.
+
+    Each pair is tried by itself, so that none waits for another's trouble; `_AT_ONCE` probes run at a time.
+    """
 
     def __init__(
         self, dispatcher: Dispatcher, policy: LeastRooms, changed: asyncio.Event, control: ControlServer
@@ -31,49 +32,48 @@ class Prober:
         self._policy = policy
         self._changed = changed
         self._control = control
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
+        self._probed: set[Pair] = set()
+        self._probes = Tasks()
 
     async def run(self) -> None:
         """Keeps the router's health true as well; ends only by cancellation."""
-        for turn in itertools.count():
-            self._changed.clear()
-            pairs = self._unproven_pairs(turn)
-            await asyncio.gather(*(self._prove(pair) for pair in pairs))
-            await self._control.set_serving(self._dispatcher.is_ready)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _AGAIN_S if pairs else None)
+        try:
+            while True:
+                self._changed.clear()
+                for pair in self._policy.pairs:
+                    if pair.needs_probe and pair not in self._probed:
+                        self._probed.add(pair)
+                        self._probes.start(f"probe of {pair}", self._until_proven(pair))
+                await self._control.set_serving(self._dispatcher.is_ready)
+                await self._changed.wait()
+        finally:
+            await self._probes.close()
 
-    def _unproven_pairs(self, turn: int) -> set[Pair]:
-        """Each live worker that is not proven with a counterpart, proven if there is one; `turn` changes it."""
-        prefills = [worker for worker in self._policy.prefills if worker.is_live]
-        decodes = [worker for worker in self._policy.decodes if worker.is_live]
-        if not prefills or not decodes:
-            return set()
-        pairs = {Pair(prefill, _counterpart(decodes, turn)) for prefill in prefills if not prefill.proven}
-        return pairs | {Pair(_counterpart(prefills, turn), decode) for decode in decodes if not decode.proven}
+    async def watch(self) -> None:
+        """Raises InternalError when a probe has died: its pair would never be used. Otherwise it never returns."""
+        await self._probes.watch()
 
-    async def _prove(self, pair: Pair) -> None:
+    async def _until_proven(self, pair: Pair) -> None:
+        """Ends as well when one of the two is gone."""
+        while (lives := pair.lives) is not None and pair.needs_probe:
+            async with self._at_once:
+                await self._try(pair, lives)
+            if pair.needs_probe:
+                await asyncio.sleep(_AGAIN_S)
+        self._probed.discard(pair)
+        self._changed.set()
+
+    async def _try(self, pair: Pair, lives: Lives) -> None:
         try:
             async for _ in self._dispatcher.generate_through(pair, _probe(pair)):
                 pass
         except PdError as error:
-            pair.prefill.why_not = pair.decode.why_not = f"the probe failed: {error.message}"
-            _log.warning(
-                "the probe through %s and %s failed: %s",
-                pair.prefill.address.target,
-                pair.decode.address.target,
-                error.message,
-            )
+            pair.note_probe(lives, f"the probe failed: {error.message}")
+            _log.warning("the probe through %s failed: %s", pair, error.message)
             return
-        pair.prefill.proven, pair.decode.proven = pair.prefill.is_live, pair.decode.is_live
-        await self._control.set_serving(self._dispatcher.is_ready)
-        _log.info(
-            "%s and %s are proven: a page has gone through", pair.prefill.address.target, pair.decode.address.target
-        )
-
-
-def _counterpart(workers: Sequence[Worker], turn: int) -> Worker:
-    choice = [worker for worker in workers if worker.proven] or workers
-    return choice[turn % len(choice)]
+        pair.note_probe(lives, None)
+        _log.info("%s is proven: a page has gone through", pair)
 
 
 def _probe(pair: Pair) -> ClientRequest:

@@ -11,7 +11,7 @@ from opentelemetry import propagate
 from pd.v1 import generation_pb2, generation_pb2_grpc
 
 from pd_common.control import convert, convert_generation
-from pd_common.control.rooms import Call
+from pd_common.control.rooms import Call, within_call
 from pd_common.errors import InvalidRequest
 from pd_common.generation import ChatMessage, ClientRequest
 from pd_common.types import BootstrapAddress
@@ -54,11 +54,11 @@ class RouterGenerationServicer(generation_pb2_grpc.GenerationServicer):
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         # The call's own task: what is attached here ends with it.
         otel_context.attach(propagate.extract(dict(context.invocation_metadata() or ())))
-        async with aclosing(self._backend.generate(await self._client_request(request))) as outputs:
+        async with aclosing(self._backend.generate(await self._client_request(request, context))) as outputs:
             async for output in outputs:
                 yield generation_pb2.GenerateResponse(output=convert_generation.output_to(output))
 
-    async def _client_request(self, message: generation_pb2.GenerateRequest) -> ClientRequest:
+    async def _client_request(self, message: generation_pb2.GenerateRequest, context: Call) -> ClientRequest:
         match message.WhichOneof("prompt"):
             case "text":
                 prompt = await self._backend.tokenize_text(message.text)
@@ -74,7 +74,7 @@ class RouterGenerationServicer(generation_pb2_grpc.GenerationServicer):
             bootstrap=_bootstrap(message),
             return_logprob=message.return_logprob,
             top_logprobs=message.top_logprobs_num,
-            timeout_s=convert_generation.timeout_from(message),
+            timeout_s=within_call(convert_generation.timeout_from(message), context),
         )
 
 

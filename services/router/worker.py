@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 from opentelemetry.context import Context
 
-from pd_common.control.clients import Dial, GenerationClient
+from pd_common.control import beats
+from pd_common.control.connection import Dial
+from pd_common.control.generation_client import GenerationClient
 from pd_common.errors import NoWorkers, PdError, PeerLost
 from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo, Output
 from pd_common.types import BootstrapAddress, BootstrapRoom, Role
@@ -22,9 +24,9 @@ Sink = Callable[[Output], None]
 
 
 class Worker:
-    """Live while its output stream stands, proven once a real room has gone through it since then.
+    """Live while its output stream stands and beats.
 
-    When the stream breaks every open room gets an output with the error, and the stream is opened again. `changed` is
+    When it breaks every open room gets an output with the error, and the stream is opened again. `changed` is
     set whenever it comes or goes.
     """
 
@@ -32,9 +34,9 @@ class Worker:
         self.role = role
         self.address = address
         self.model: ModelInfo | None = None
-        self.proven = False
         self.why_not = "not connected yet"
-        self._changed = changed
+        self.changed = changed
+        self._dial = dial
         self._connection = dial(address.target, role)
         self._client = GenerationClient(self._connection)
         self._subscriber: str | None = None
@@ -46,9 +48,15 @@ class Worker:
         return self._subscriber is not None
 
     @property
-    def is_usable(self) -> bool:
-        """Live and proven."""
-        return self.is_live and self.proven
+    def life(self) -> str | None:
+        """A name for the time in which one output stream stands; None when there is none."""
+        return self._subscriber
+
+    @property
+    def bootstrap(self) -> BootstrapAddress:
+        """Where decode finds this prefill: in the directory that it names, else in its own."""
+        named = None if self.model is None else self.model.bootstrap
+        return self.address if named is None else named
 
     @property
     def open_rooms(self) -> int:
@@ -88,32 +96,44 @@ class Worker:
             try:
                 await self._stream()
                 error: PdError = PeerLost(f"{self.role.value} {self.address.target} has ended the stream")
+            except TimeoutError:
+                error = PeerLost(f"no beat for {beats.patience_s():.1f} s")
             except PdError as broken:
                 error = broken
             self._lost(error)
             await asyncio.sleep(_RECONNECT_S)
+            await self._dial_again()
 
     async def stop(self) -> None:
         await self._connection.close()
 
+    async def _dial_again(self) -> None:
+        """A connection keeps the certificates of its making; a new one has those of the day."""
+        broken = self._connection
+        self._connection = self._dial(self.address.target, self.role)
+        self._client = GenerationClient(self._connection)
+        await broken.close()
+
     async def _stream(self) -> None:
         subscriber = f"router-{uuid.uuid4()}"
         model = await self._client.get_model()
-        async for outputs in self._client.stream_outputs(subscriber):
-            if self._subscriber is None:
-                self.model, self._subscriber, self.why_not = model, subscriber, "not proven yet"
-                _log.info("%s %s is connected", self.role.value, self.address.target)
-                self._changed.set()
-            for output in outputs:
-                sink = self._sinks.get(output.room)
-                if sink is not None:
-                    sink(output)
+        async with beats.Patience() as patience:
+            async for outputs in self._client.stream_outputs(subscriber):
+                patience.heard()
+                if self._subscriber is None:
+                    self.model, self._subscriber = model, subscriber
+                    _log.info("%s %s is connected", self.role.value, self.address.target)
+                    self.changed.set()
+                for output in outputs:
+                    sink = self._sinks.get(output.room)
+                    if sink is not None:
+                        sink(output)
 
     def _lost(self, error: PdError) -> None:
         if self.is_live:
             _log.warning("%s %s is lost: %s", self.role.value, self.address.target, error.message)
-        self._subscriber, self.proven, self.why_not = None, False, error.message
-        self._changed.set()
+        self._subscriber, self.why_not = None, error.message
+        self.changed.set()
         lost = PeerLost(f"{self.role.value} {self.address.target} is gone: {error.message}", peer=self.address.target)
         for room, sink in tuple(self._sinks.items()):
             sink(Output(room, error=lost))

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
-from pd_common.control import process, server
-from pd_common.control.clients import BootstrapClient, Connection
+from pd_common.control import beats, process, server
+from pd_common.control.bootstrap_client import BootstrapClient
+from pd_common.control.connection import Connection
+from pd_common.control.supervisor import Supervisor
 from pd_common.transport.loopback import LoopbackNetwork
 from pd_common.transport.ucx.binding import UCXEndpoint
 from pd_common.transport.ucx.transport import UcxTransport
 from pd_common.types import PageIndices, RankInfo, RankPosition, Role
-from services.prefill import servicers
 from services.prefill.membership import Membership
 from tests.control.serving import DATA_PLANE, LOOPBACK
 from tests.services.byte_engine import ByteEngine
@@ -43,7 +44,7 @@ class Settings:
     pages: int = 160
     slots: int = 16
     width: int = 1024
-    beat_s: float = servicers.BEAT_S
+    beat_s: float = beats.BEAT_S
 
 
 class Canary:
@@ -122,17 +123,19 @@ class Member:
         life = self.life
         control = server.ControlServer([getattr(server, name)(each) for name, each in life.servicers.items()])
         address = f"{LOOPBACK}:{await control.start(LOOPBACK, self._port)}"
-        works = [*life.works(), life.transport.watch()]
+        supervisor = Supervisor(control)
+        works = {str(number): work for number, work in enumerate([*life.works(), life.transport.watch()])}
         if isinstance(life, DecodeLife):
             life.wire(address)
         else:
             rank = RankInfo(life.instance, Role.PREFILL, RankPosition(), address, life.engine.layout, DATA_PLANE)
             membership = Membership(rank, BootstrapClient(Connection(address)))
-            works.append(membership.stay(await membership.join()))
+            works["lease"] = membership.stay(await membership.join())
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._obey)
         self._pipe.send(int(address.rpartition(":")[2]))
-        async with process.background(*works):
-            await asyncio.Event().wait()
+        async with supervisor.running(**works):
+            await supervisor.until_end()
+        await supervisor.close()
 
     def _obey(self) -> None:
         command, number = self._pipe.recv()
@@ -156,6 +159,6 @@ class Member:
 def main(settings: Settings, pipe: Pipe) -> None:
     """Runs in the new process."""
     os.environ.update(SETTINGS | dict(settings.environment))
-    servicers.BEAT_S = settings.beat_s
+    beats.BEAT_S = settings.beat_s
     process.share_interpreter()
     asyncio.run(Member(settings, pipe).serve())

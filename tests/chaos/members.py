@@ -17,7 +17,7 @@ from typing import Any
 from pd.v1 import generation_pb2, generation_pb2_grpc, transfer_status_pb2, transfer_status_pb2_grpc
 
 from pd_common.control import convert_generation
-from pd_common.control.clients import Connection
+from pd_common.control.connection import Connection
 from pd_common.errors import PdError, Reason
 from pd_common.generation import GenerationRequest, SamplingParams
 from pd_common.types import BootstrapAddress, BootstrapRoom

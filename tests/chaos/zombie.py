@@ -78,9 +78,9 @@ async def zombie_rounds(rounds: int, carrier: str, seed: int) -> int:
     """Plays it so often; gives how many rooms were really caught in the middle."""
     rng, caught = random.Random(seed), 0
     environment = CARRIERS[carrier]
-    prefill = Settings(Role.PREFILL, environment)
+    prefill = Settings(Role.PREFILL, environment, beat_s=BEAT_S)
     victim = Settings(Role.PREFILL, environment, beat_s=BEAT_S)
-    decode = Settings(Role.DECODE, environment, pages=DECODE_PAGES)
+    decode = Settings(Role.DECODE, environment, pages=DECODE_PAGES, beat_s=BEAT_S)
     async with started(prefill, victim, decode) as (healthy, zombie, target):
         for each in (healthy, zombie):
             await serve_until_exact(each, target)

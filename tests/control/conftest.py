@@ -6,7 +6,8 @@ import pytest
 
 from pd_common.control import server
 from pd_common.control.abort_servicer import AbortServicer
-from pd_common.control.clients import Connection, GenerationClient
+from pd_common.control.connection import Connection
+from pd_common.control.generation_client import GenerationClient
 from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.outputs import OutputHub
 from pd_common.control.status_servicer import TransferStatusServicer

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from opentelemetry.context import Context
 
 from pd_common.control.outputs import OutputHub
+from pd_common.control.peers import Peer
 from pd_common.control.rooms import PoolStatus, TransferReport
 from pd_common.errors import InvalidRequest, PdError
 from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo, Output
+from pd_common.handoff.deadlines import Timeouts
 from pd_common.handoff.quarantine import Held
 from pd_common.handoff.state import Transfer, TransferState
 from pd_common.handoff.table import TransferTable
@@ -26,13 +28,14 @@ class FakeRooms:
 
     def __init__(self, hub: OutputHub) -> None:
         self.instance = Instance("decode-0", 7)
-        self.transfers = TransferTable(Role.DECODE, 60.0, 100)
+        self.transfers = TransferTable(Role.DECODE, 60.0, 100, Timeouts(300.0, 300.0))
         self.submitted: asyncio.Queue[tuple[GenerationRequest, Context]] = asyncio.Queue()
         self.aborted: asyncio.Queue[tuple[BootstrapRoom, PdError]] = asyncio.Queue()
         self.abandoned: asyncio.Queue[tuple[BootstrapRoom, PdError]] = asyncio.Queue()
         self.reports: list[TransferReport] = []
         self.refusal: PdError | None = None
         self.held: tuple[Held, ...] = ()
+        self.paired: tuple[Peer, ...] = ()
         self._hub = hub
 
     def pool_status(self) -> PoolStatus:
@@ -40,6 +43,9 @@ class FakeRooms:
 
     def quarantined(self) -> tuple[Held, ...]:
         return self.held
+
+    def peers(self) -> tuple[Peer, ...]:
+        return self.paired
 
     def submit(self, request: GenerationRequest, parent: Context) -> None:
         if self.refusal is not None:

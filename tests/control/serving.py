@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from pd_common.control.clients import Connection
+from pd_common.control.connection import Connection
 from pd_common.control.server import ControlServer, Service
 from pd_common.generation import GenerationRequest, SamplingParams
 from pd_common.types import BootstrapAddress, BootstrapRoom, BufferKind, BufferSpec, DataPlane, KvLayout

@@ -3,7 +3,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from pd_common.control.clients import Connection, GenerationClient
+from pd_common.control.connection import Connection
+from pd_common.control.generation_client import GenerationClient
 from pd_common.types import BootstrapAddress
 from tests.control.fake_rooms import MODEL
 from tests.control.serving import LOOPBACK

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import socket
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +9,16 @@ import pytest
 from click.testing import CliRunner
 
 from pd_common import config
-from pd_common.config import ListenConfig, ModelConfig, RoomConfig, TransportConfig
-from pd_common.errors import InvalidRequest
-from pd_common.types import BootstrapAddress
+from pd_common.config import ListenConfig, ModelConfig, RankConfig, RoomConfig, TransportConfig
+from pd_common.types import BootstrapAddress, RankPosition
+from services.prefill.__main__ import main as prefill
 from services.router.__main__ import main
 
 
 @click.command(context_settings=config.CONTEXT)
 @config.model_options
 @config.listen_options(port=8998)
+@config.rank_options
 @config.transport_options
 @config.room_options
 @config.log_options
@@ -43,9 +42,9 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defaults_are_whole_settings() -> None:
     options = parse("--model", "m")
     assert config.pick(ModelConfig, options) == ModelConfig(Path("m"), "auto", "auto", None, 16, 65536, 32)
-    assert config.pick(ListenConfig, options) == ListenConfig("127.0.0.1", 8998, None)
+    assert config.pick(ListenConfig, options) == ListenConfig("127.0.0.1", 8998, None, None)
     assert config.pick(TransportConfig, options) == TransportConfig("ucx", "wheel", "own", None, digest=True)
-    assert asdict(config.pick(RoomConfig, options)) == {"drain_timeout_s": 30.0, "room_retention_s": 300.0}
+    assert config.pick(RoomConfig, options) == RoomConfig(30.0, 300.0, 300.0, 300.0)
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +80,7 @@ def test_every_option_is_the_environment_variable_of_its_name(
 ) -> None:
     """`--page-size` is PD_PAGE_SIZE, says the help of every command: a value that is refused was read."""
     variable = "PD_" + flag.opts[0].removeprefix("--").replace("-", "_").upper()
-    names = ("dtype", "device", "host", "advertise_host", "ucx_library", "ib_device", "model")
+    names = ("dtype", "device", "host", "advertise_host", "advertise_interface", "ucx_library", "ib_device", "model")
     values = dict.fromkeys(names, "x")
     monkeypatch.setenv(variable, values.get(str(flag.name), "certainly not valid"))
     args = [] if flag.name == "model" else ["--model", "m"]
@@ -102,8 +101,6 @@ def test_every_option_is_the_environment_variable_of_its_name(
         ["--threads", "0"],
         ["--port", "65536"],
         ["--transfer-backend", "carrier-pigeon"],
-        ["--drain-timeout", "-1"],
-        ["--room-retention", "0"],
         ["--log-level", "loud"],
         ["--metrics-port", "65536"],
     ],
@@ -113,6 +110,35 @@ def test_a_setting_out_of_range_is_refused_with_its_name(args: list[str]) -> Non
     with pytest.raises(click.BadParameter) as raised:
         parse("--model", "m", *args)
     assert args[0] in raised.value.format_message()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--drain-timeout", "-1"],
+        ["--room-retention", "4.9"],
+        ["--bootstrap-timeout", "0"],
+        ["--bootstrap-timeout", "2"],
+        ["--waiting-timeout", "-5"],
+        ["--waiting-timeout", "nan"],
+        ["--waiting-timeout", "inf"],
+    ],
+    ids=" ".join,
+)
+def test_a_wait_that_cannot_work_stops_the_process_at_start(args: list[str]) -> None:
+    """Before the model is looked for."""
+    started = CliRunner().invoke(prefill, ["--model", "nowhere", *args])
+    assert started.exit_code == 1
+    assert args[0] in started.output
+
+
+@pytest.mark.parametrize("name", ["PD_DISAGGREGATION_{}_TIMEOUT", "PD_{}_TIMEOUT"])
+def test_waits_are_set_by_the_environment_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name.format("BOOTSTRAP"), "7.5")
+    monkeypatch.setenv(name.format("WAITING"), "8")
+    rooms = config.pick(RoomConfig, parse("--model", "m"))
+    assert (rooms.bootstrap_timeout_s, rooms.waiting_timeout_s) == (7.5, 8.0)
+    assert parse("--model", "m", "--disaggregation-waiting-timeout", "9")["waiting_timeout_s"] == 9.0
 
 
 def test_a_model_is_required() -> None:
@@ -128,43 +154,41 @@ def test_a_pool_holds_at_least_the_tokens_that_were_asked_for(tokens: int, pages
 
 
 @pytest.mark.parametrize(
-    ("host", "advertise", "expected"),
+    ("args", "expected"),
     [
-        ("127.0.0.1", None, "127.0.0.1:5"),
-        ("prefill-0.svc", None, "prefill-0.svc:5"),
-        ("0.0.0.0", "10.0.0.7", "10.0.0.7:5"),  # noqa: S104
-        ("10.0.0.7", "prefill-0.svc", "prefill-0.svc:5"),
-        ("::1", None, "[::1]:5"),
-        ("::", "fd00::7", "[fd00::7]:5"),
-        ("::", "[fd00::7]", "[fd00::7]:5"),
+        ([], RankPosition()),
+        (["--dp-size", "4"], RankPosition(0, 4)),
+        (["--dp-rank", "3", "--dp-size", "4"], RankPosition(3, 4)),
     ],
 )
-def test_the_advertised_address_can_be_connected_to(host: str, advertise: str | None, expected: str) -> None:
-    assert ListenConfig(host, 0, advertise).advertised(5) == expected
+def test_a_rank_stands_alone_unless_said_otherwise(args: list[str], expected: RankPosition) -> None:
+    place = config.pick(RankConfig, parse("--model", "m", *args))
+    assert place.position == expected
+    assert place.bootstrap is None
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])  # noqa: S104
-def test_a_wildcard_is_replaced_by_this_hosts_own_address(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: "192.0.2.9")
-    assert ListenConfig(host, 0, None).advertised(5) == "192.0.2.9:5"
+def test_a_rank_may_register_elsewhere() -> None:
+    place = config.pick(RankConfig, parse("--model", "m", "--bootstrap", "prefill-0.svc:8998"))
+    assert place.bootstrap == BootstrapAddress("prefill-0.svc", 8998)
 
 
-@pytest.mark.parametrize("wildcard", ["0.0.0.0", "::", "[::]"])  # noqa: S104
-def test_a_wildcard_is_never_advertised(wildcard: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidRequest, match="--advertise-host"):
-        ListenConfig("127.0.0.1", 0, wildcard).advertised(5)
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: wildcard)
-    with pytest.raises(InvalidRequest, match="--advertise-host"):
-        ListenConfig("0.0.0.0", 0, None).advertised(5)  # noqa: S104
-
-
-def test_a_host_without_an_address_of_its_own_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(_: str) -> str:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "gethostbyname", unknown)
-    with pytest.raises(InvalidRequest, match="--advertise-host"):
-        ListenConfig("0.0.0.0", 0, None).advertised(5)  # noqa: S104
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--dp-rank", "1"], "--dp-rank 1 is not one of --dp-size 1"),
+        (["--dp-rank", "4", "--dp-size", "4"], "--dp-rank 4 is not one of --dp-size 4"),
+        (["--dp-rank", "-1"], "--dp-rank"),
+        (["--dp-size", "0"], "--dp-size"),
+        (["--bootstrap", "prefill-0"], "'prefill-0' is not HOST:PORT"),
+        (["--host", "127.0.0.1", "--advertise-interface", "no-such-interface"], "no network interface"),
+        (["--advertise-host", "0.0.0.0"], "cannot be advertised: give --advertise-host"),  # noqa: S104
+    ],
+)
+def test_an_impossible_place_stops_the_process_at_start(args: list[str], said: str) -> None:
+    """Before the model is looked for."""
+    started = CliRunner().invoke(prefill, ["--model", "nowhere", *args])
+    assert started.exit_code != 0
+    assert said in started.output
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pd.v1 import bootstrap_pb2, generation_pb2, types_pb2
 
 from pd_common.control import convert, convert_generation
-from pd_common.errors import ERROR_OF_REASON, InvalidRequest, PdError
+from pd_common.errors import ERROR_OF_REASON, InvalidRequest, PdError, Reason
 from pd_common.generation import (
     FinishReason,
     GenerationRequest,
@@ -107,7 +107,8 @@ pieces = st.builds(
     matched_stop=st.none() | text | uint32,
     usage=st.none() | st.builds(Usage, uint32, uint32, uint32),
 )
-models = st.builds(ModelInfo, text, uint32, uint32, uint32, uint32, st.booleans())
+directories = st.sampled_from([None, BootstrapAddress("prefill-0.svc", 8998), BootstrapAddress("fd00::7", 1)])
+models = st.builds(ModelInfo, text, uint32, uint32, uint32, uint32, st.booleans(), directories)
 
 
 @on_any_machine
@@ -207,7 +208,10 @@ def test_a_transfer_is_shown_on_the_wall_clock() -> None:
         created_s=100.0,
         updated_s=101.0,
         deadline_s=130.0,
-        timeline=(Transition(TransferState.BOOTSTRAPPING, 100.0), Transition(TransferState.FAILED, 101.5)),
+        timeline=(
+            Transition(TransferState.BOOTSTRAPPING, 100.0, 8, Progress()),
+            Transition(TransferState.FAILED, 101.5, 9, Progress(1, 2, 3), Reason.TRANSFER_FAILED),
+        ),
         rid="mine",
         peer=Instance("prefill-0", 3),
         progress=Progress(1, 2, 3),

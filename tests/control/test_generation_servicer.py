@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,15 +10,17 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from pd.v1 import generation_pb2, generation_pb2_grpc
 
-from pd_common.control import convert_generation
-from pd_common.control.clients import Connection, GenerationClient
+from pd_common.control import beats, convert, convert_generation, server
+from pd_common.control.connection import CALL_TIMEOUT_S, Connection
+from pd_common.control.generation_client import GenerationClient
+from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.outputs import OutputHub
 from pd_common.errors import ClientCancelled, InvalidRequest, PeerLost, RoomInUse
 from pd_common.generation import ChatMessage, FinishReason, Output, Usage
 from pd_common.telemetry import spans
-from pd_common.types import BootstrapRoom
-from tests.control.fake_rooms import MODEL, FakeRooms
-from tests.control.serving import make_request, typed
+from pd_common.types import BootstrapAddress, BootstrapRoom
+from tests.control.fake_rooms import MODEL, FakeModel, FakeRooms
+from tests.control.serving import make_request, serving, typed
 
 ONE, TWO, THREE = BootstrapRoom(1), BootstrapRoom(2), BootstrapRoom(3)
 PARENT = spans.of_room(BootstrapRoom(77))
@@ -45,9 +48,15 @@ class Subscription:
     def __init__(self, stub: Any, name: str) -> None:
         self._call = stub.StreamOutputs(generation_pb2.StreamOutputsRequest(subscriber=name))
 
-    async def next_step(self) -> tuple[Output, ...]:
+    async def next_message(self) -> tuple[Output, ...]:
         message = await soon(self._call.read())
         return tuple(convert_generation.output_from(output) for output in message.outputs)
+
+    async def next_step(self) -> tuple[Output, ...]:
+        """Beats are passed over."""
+        while not (outputs := await self.next_message()):
+            pass
+        return outputs
 
     def cancel(self) -> None:
         self._call.cancel()
@@ -55,7 +64,7 @@ class Subscription:
 
 async def subscribed(stub: Any, name: str) -> Subscription:
     subscription = Subscription(stub, name)
-    assert await subscription.next_step() == ()
+    assert await subscription.next_message() == ()
     return subscription
 
 
@@ -76,6 +85,12 @@ async def stub(engine: Connection) -> Any:
 
 async def test_the_model_is_said(client: GenerationClient) -> None:
     assert await client.get_model() == MODEL
+
+
+async def test_a_prefill_says_with_which_directory_it_has_registered(hub: OutputHub, rooms: FakeRooms) -> None:
+    directory = BootstrapAddress("prefill-0.svc", 8998)
+    async with serving(server.generation(EngineGenerationServicer(rooms, hub, FakeModel(), directory))) as connection:
+        assert await GenerationClient(connection).get_model() == replace(MODEL, bootstrap=directory)
 
 
 async def test_texts_and_chats_become_token_ids(client: GenerationClient) -> None:
@@ -111,6 +126,19 @@ async def test_outputs_come_step_by_step_to_who_submitted(
     a.cancel()
     b.cancel()
     assert await abandoned(rooms, 1) == {TWO}
+
+
+async def test_a_stream_beats_while_there_is_nothing_to_say_and_loses_nothing(
+    hub: OutputHub, client: GenerationClient, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beats, "BEAT_S", 0.01)
+    outputs = await subscribed(stub, "a")
+    await client.submit(make_request(ONE), "a", PARENT)
+    for token in range(3):
+        assert [await outputs.next_message() for _ in range(3)] == [(), (), ()]
+        hub.publish([piece(ONE, token)])
+        assert await outputs.next_step() == (piece(ONE, token),)
+    outputs.cancel()
 
 
 async def test_a_failed_output_arrives_typed(hub: OutputHub, client: GenerationClient, stub: Any) -> None:
@@ -225,6 +253,40 @@ async def test_generate_gives_the_answer_and_ends(rooms: FakeRooms, hub: OutputH
     hub.publish([last(ONE)])
     assert [convert_generation.output_from(response.output) async for response in call] == [piece(ONE, 1), last(ONE)]
     assert rooms.abandoned.empty()
+
+
+async def test_an_answer_that_takes_its_time_is_not_disturbed_by_beats(
+    rooms: FakeRooms, hub: OutputHub, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beats, "BEAT_S", 0.01)
+    call = stub.Generate(message_of(ONE))
+    await soon(rooms.submitted.get())
+    await asyncio.sleep(10 * beats.BEAT_S)
+    hub.publish([last(ONE)])
+    assert [convert_generation.output_from(response.output) async for response in call] == [last(ONE)]
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "call_s", "least_s", "most_s"),
+    [(20.0, None, 20.0, 20.0), (20.0, 600.0, 20.0, 20.0), (200.0, 100.0, 50.0, 110.0)],
+    ids=["call without a deadline", "call ends later", "call ends first"],
+)
+async def test_the_deadline_of_the_call_is_the_requests_too(
+    rooms: FakeRooms, stub: Any, asked_s: float, call_s: float | None, least_s: float, most_s: float
+) -> None:
+    call = stub.Generate(message_of(ONE, timeout=convert.duration_to(asked_s)), timeout=call_s)
+    request, _ = await soon(rooms.submitted.get())
+    assert least_s <= request.timeout_s <= most_s
+    call.cancel()
+
+
+async def test_a_submit_does_not_end_with_its_call(rooms: FakeRooms, client: GenerationClient, stub: Any) -> None:
+    """The call is answered at once, within a deadline of its own."""
+    outputs = await subscribed(stub, "a")
+    await client.submit(make_request(ONE), "a", PARENT)
+    request, _ = await soon(rooms.submitted.get())
+    assert request.timeout_s == make_request(ONE).timeout_s > CALL_TIMEOUT_S
+    outputs.cancel()
 
 
 async def test_generate_takes_text(rooms: FakeRooms, stub: Any) -> None:

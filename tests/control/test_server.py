@@ -15,7 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pd_common.control import server
 from pd_common.control.abort_servicer import AbortServicer
-from pd_common.control.clients import Connection, GenerationClient
+from pd_common.control.connection import Connection
+from pd_common.control.generation_client import GenerationClient
 from pd_common.control.server import ControlServer
 from pd_common.errors import InvalidRequest, PeerLost
 from pd_common.types import BootstrapAddress

@@ -10,12 +10,16 @@ from google.protobuf import duration_pb2
 from pd.v1 import abort_pb2, abort_pb2_grpc, transfer_status_pb2, transfer_status_pb2_grpc, types_pb2
 
 from pd_common.control import convert
-from pd_common.control.clients import Connection, GenerationClient, PeerClient
+from pd_common.control.connection import Connection
+from pd_common.control.generation_client import GenerationClient
+from pd_common.control.peer_client import PeerClient
 from pd_common.control.rooms import PoolStatus
 from pd_common.errors import InvalidRequest, RoomAborted, RoomUnknown, StaleInstance, TransferFailed
+from pd_common.handoff.deadlines import Timeouts
 from pd_common.handoff.state import Progress, Transfer, TransferState
+from pd_common.handoff.table import TransferTable
 from pd_common.telemetry import spans
-from pd_common.types import BootstrapRoom, Instance
+from pd_common.types import BootstrapRoom, Instance, Role
 from tests.control.fake_rooms import POOL, FakeRooms
 from tests.control.serving import make_request, typed
 
@@ -71,6 +75,7 @@ def numbers(transfers: Any) -> list[int]:
 async def test_a_room_is_shown_as_it_stands(rooms: FakeRooms, stub: Any) -> None:
     room = open_room(rooms, 2**64 - 1)
     pair_room(rooms, room)
+    rooms.transfers.advance(room, TransferState.TRANSFERRING, time.monotonic())
     rooms.transfers.advance(room, TransferState.TRANSFERRING, time.monotonic(), progress=Progress(1, 2, 3))
     began_s = time.time()
     request = transfer_status_pb2.GetTransferRequest(bootstrap_room=room)
@@ -85,6 +90,30 @@ async def test_a_room_is_shown_as_it_stands(rooms: FakeRooms, stub: Any) -> None
     ]
     assert abs(shown.timeline[0].time.ToNanoseconds() / 1e9 - began_s) < 60
     assert not shown.HasField("failure")
+
+
+async def test_every_step_of_a_room_says_what_was_done_by_then_and_the_last_why(rooms: FakeRooms, stub: Any) -> None:
+    """A watcher that saw only the last change finds the ones before in it, by number."""
+    room = open_room(rooms, 5)
+    other = open_room(rooms, 6)
+    pair_room(rooms, room)
+    rooms.transfers.advance(room, TransferState.TRANSFERRING, time.monotonic(), progress=Progress(1, 2, 3))
+    rooms.transfers.advance(room, TransferState.TRANSFERRING, time.monotonic(), progress=Progress(2, 4, 6))
+    rooms.transfers.fail(room, FAILURE, time.monotonic())
+    request = transfer_status_pb2.WatchTransfersRequest(after_sequence=rooms.transfers.get(other).sequence)
+    watch = stub.WatchTransfers(request)
+    shown = (await watch.read()).transfer
+    watch.cancel()
+    assert [
+        (convert.state_from(s.state), s.sequence, s.chunks_done, s.pages_done, s.bytes_done, s.reason)
+        for s in shown.timeline
+    ] == [
+        (TransferState.BOOTSTRAPPING, 1, 0, 0, 0, ""),
+        (TransferState.WAITING_FOR_INPUT, 3, 0, 0, 0, ""),
+        (TransferState.TRANSFERRING, 4, 1, 2, 3, ""),
+        (TransferState.FAILED, 6, 2, 4, 6, "TRANSFER_FAILED"),
+    ]
+    assert shown.sequence == 6
 
 
 @pytest.mark.parametrize(("room", "error"), [(5, RoomUnknown), (0, InvalidRequest)])
@@ -194,6 +223,45 @@ async def test_a_watcher_of_an_empty_table_sees_the_first_room(rooms: FakeRooms,
     watch.cancel()
 
 
+@pytest.mark.parametrize("after", [1, 1000, 1010], ids=["from an earlier life", "since forgotten", "not reached yet"])
+async def test_a_watcher_that_would_miss_rooms_is_told_to_start_again(
+    rooms: FakeRooms, engine: Connection, stub: Any, after: int
+) -> None:
+    rooms.transfers = TransferTable(Role.DECODE, 60.0, 1, Timeouts(300.0, 300.0), sequence=1000)
+    for number in (1, 2, 3):
+        rooms.transfers.fail(open_room(rooms, number), FAILURE, time.monotonic())
+    rooms.transfers.sweep(time.monotonic())
+    watch = stub.WatchTransfers(transfer_status_pb2.WatchTransfersRequest(after_sequence=after))
+    with pytest.raises(InvalidRequest) as raised:
+        await typed(engine, watch.read())
+    assert raised.value.metadata == {"field": "after_sequence", "oldest": "1004", "latest": "1006"}
+    again = stub.WatchTransfers(transfer_status_pb2.WatchTransfersRequest())
+    assert (await again.read()).transfer.bootstrap_room == 3
+    again.cancel()
+
+
+async def test_a_watcher_that_does_not_read_is_cut_off_when_it_has_missed_a_room(
+    rooms: FakeRooms, engine: Connection, stub: Any
+) -> None:
+    """What it has not read is kept in the table and nowhere else."""
+    rooms.transfers = TransferTable(Role.DECODE, 60.0, 1, Timeouts(300.0, 300.0))
+    rooms.transfers.listeners = listeners = Listeners()
+    failure = TransferFailed("x" * 2**20)
+    for number in range(1, 17):  # more than the connection takes in unread
+        rooms.transfers.fail(open_room(rooms, number), failure, time.monotonic())
+    watch = stub.WatchTransfers(transfer_status_pb2.WatchTransfersRequest())
+    await asyncio.wait_for(listeners.joined.wait(), 10)
+    seen = [(await watch.read()).transfer.bootstrap_room]
+    for number in range(17, 20):
+        rooms.transfers.fail(open_room(rooms, number), failure, time.monotonic())
+    rooms.transfers.sweep(time.monotonic())
+    seen += [(await watch.read()).transfer.bootstrap_room for _ in range(15)]
+    assert seen == list(range(1, 17))
+    with pytest.raises(InvalidRequest, match="start again"):
+        await typed(engine, watch.read())
+    assert listeners == []
+
+
 async def test_a_report_says_where_the_room_stands_afterwards(rooms: FakeRooms, peer: PeerClient) -> None:
     room = open_room(rooms, 5)
     pair_room(rooms, room)
@@ -278,9 +346,9 @@ async def test_aborting_a_room_before_its_request_comes_keeps_it_out(
 async def test_an_abort_for_another_life_is_refused(rooms: FakeRooms, peer: PeerClient) -> None:
     room = open_room(rooms, 5)
     with pytest.raises(StaleInstance):
-        await peer.abort_room(room, "enough", Instance("decode-0", 6), ticket=b"", timeout_s=10.0)
+        await peer.abort_room(room, "enough", Instance("decode-0", 6), ticket=b"")
     assert not rooms.transfers.get(room).state.is_final
-    await peer.abort_room(room, "enough", rooms.instance, ticket=b"", timeout_s=10.0)
+    await peer.abort_room(room, "enough", rooms.instance, ticket=b"")
     assert rooms.transfers.get(room).state.is_final
 
 

@@ -12,7 +12,8 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 from pd_common.control import server
-from pd_common.control.clients import Connection, GenerationClient
+from pd_common.control.connection import Connection
+from pd_common.control.generation_client import GenerationClient
 from pd_common.control.status import CODE_OF_REASON, DOMAIN, from_rpc_error, from_status, to_status
 from pd_common.errors import ERROR_OF_REASON, InternalError, LayoutMismatch, PdError, PeerLost, Reason, RoomInUse
 from tests.control.servicer_scripts import FailingServicer
@@ -92,6 +93,16 @@ async def test_a_typed_error_arrives_as_the_same_type(call: Callable[[Generation
         with pytest.raises(LayoutMismatch, match="page_size is 16 here") as raised:
             await call(GenerationClient(connection))
     assert raised.value.metadata == {"field": "page_size", "mine": "16", "theirs": "64"}
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_an_error_arrives_however_much_it_has_to_say(call: Callable[[GenerationClient], Any]) -> None:
+    """It may repeat what a caller has sent; gRPC replaces an error whose trailers are too long by one of its own."""
+    async with serving(failing(RoomInUse("ä" * 50_000, field="x" * 50_000))) as connection:
+        with pytest.raises(RoomInUse, match=r"ä{100}") as raised:
+            await call(GenerationClient(connection))
+        assert raised.value.__cause__ is not None
+        assert raised.value.__cause__.code() is grpc.StatusCode.ALREADY_EXISTS  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("call", CALLS)

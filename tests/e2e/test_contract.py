@@ -15,6 +15,7 @@ from demo.cluster import LOOPBACK, Cluster
 from pd_common.control.status import from_rpc_error
 from pd_common.errors import PdError, Reason
 from tests.e2e.harness import CONTEXT_LENGTH, KV_TOKENS, Client, long_model
+from tests.e2e.tools import grpcurl, needs_grpcurl
 from tests.engine.oracle import Oracle
 from tests.tiny_models import VOCAB_SIZE
 
@@ -202,3 +203,34 @@ async def test_generate_in_sglangs_form(pair: Cluster, client: Client) -> None:
     assert len(answer["output_ids"]) == len(meta["output_token_logprobs"]) == 5
     text = await post(pair, "/generate", {"text": "to be", "sampling_params": {"max_new_tokens": 3}, "stream": True})
     assert text.text.rstrip().endswith("data: [DONE]")
+
+
+@needs_grpcurl
+async def test_what_each_process_serves_is_found_by_reflection(pair: Cluster) -> None:
+    expected = {
+        pair.ports.prefill: {"Abort", "Bootstrap", "Generation", "PageAllocation", "TransferStatus"},
+        pair.ports.decode: {"Abort", "Generation", "TransferStatus"},
+        pair.ports.grpc: {"Abort", "Generation"},
+    }
+    for port, services in expected.items():
+        listed = (await grpcurl(f"{LOOPBACK}:{port}", "list")).out.split()
+        assert {name.removeprefix("pd.v1.") for name in listed if name.startswith("pd.v1.")} == services
+        for name in ("", "liveness"):
+            health = await grpcurl(f"{LOOPBACK}:{port}", "grpc.health.v1.Health/Check", data={"service": name})
+            assert health.message == {"status": "SERVING"}
+
+
+async def test_a_request_is_aborted_at_the_router_by_its_id(pair: Cluster, client: Client) -> None:
+    room = 4243
+    answer = asyncio.create_task(
+        refusal(client.generate(PROMPT, max_new_tokens=4000, bootstrap_room=room, rid="long one"))
+    )
+    await client.reached("decode", SUCCESS, room)
+    assert (await post(pair, "/abort_request", {"rid": "long"})).json() == {"aborted_rooms": []}
+    assert (await post(pair, "/abort_request", {"rid": "long one"})).json() == {"aborted_rooms": [str(room)]}
+    assert (await answer).reason is Reason.ROOM_ABORTED
+
+
+async def test_a_room_that_is_aborted_at_the_router_before_it_comes_is_refused(client: Client) -> None:
+    await client.abort("router", 4244)
+    assert (await refusal(client.generate(PROMPT, bootstrap_room=4244))).reason is Reason.ROOM_ABORTED

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -17,11 +18,20 @@ import pytest
 from demo.cluster import LOOPBACK, Cluster
 from pd_common.control.status import from_rpc_error
 from pd_common.errors import Reason
-from tests.e2e.harness import Client, client_of, engine_processes, long_model, running_cluster, started_cluster
+from tests.e2e.harness import (
+    Client,
+    client_of,
+    engine_processes,
+    eventually,
+    long_model,
+    running_cluster,
+    started_cluster,
+)
 from tests.engine.oracle import Oracle
 from tests.tiny_models import VOCAB_SIZE
 
-TRANSFERRING, SUCCESS = 3, 4
+TRANSFERRING, SUCCESS, FAILED = 3, 4, 5
+NOTICED_S = 3.0
 LONG = tuple(random.Random(1).choices(range(1, VOCAB_SIZE), k=6000))
 SHORT = LONG[:100]
 ROOMS = itertools.count(1000)
@@ -44,6 +54,13 @@ async def expect_error(answer: asyncio.Task[Any]) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await answer
     return caught.value
+
+
+async def not_quarantined(client: Client) -> str:
+    """Pages that a frozen writer may still write must not be free once their room has failed."""
+    pool = await client.pool("decode")
+    is_held = pool.pages_quarantined > 0 and pool.pages_free + pool.pages_quarantined == pool.pages_total
+    return "" if is_held else f"the room's pages are not in quarantine: {pool}"
 
 
 async def assert_serves(client: Client) -> None:
@@ -142,15 +159,33 @@ async def test_a_frozen_prefill_is_noticed_and_its_late_writes_are_kept_out(clie
     answer = asyncio.create_task(client.generate(LONG, bootstrap_room=room))
     await client.reached("decode", TRANSFERRING, room)
     running.prefill.send(signal.SIGSTOP)
+    stopped = time.monotonic()
     try:
         assert from_rpc_error(await expect_error(answer), "").reason is Reason.PEER_LOST
-        pool = await client.pool("decode")
-        assert pool.pages_quarantined > 0, "pages that a frozen writer may still write must not be free"
-        assert pool.pages_free + pool.pages_quarantined == pool.pages_total
+        assert time.monotonic() - stopped < NOTICED_S
+        await eventually(partial(not_quarantined, client), NOTICED_S)
     finally:
         running.prefill.send(signal.SIGCONT)
     await asyncio.to_thread(running.wait_ready)
     await assert_serves(client)
+
+
+async def test_a_frozen_decode_is_noticed_by_the_client_and_by_prefill(client: Client) -> None:
+    running = client.cluster
+    room = next(ROOMS)
+    answer = asyncio.create_task(client.generate(LONG, bootstrap_room=room))
+    await client.reached("prefill", TRANSFERRING, room)
+    running.decode.send(signal.SIGSTOP)
+    stopped = time.monotonic()
+    try:
+        assert from_rpc_error(await expect_error(answer), "").reason is Reason.PEER_LOST
+        await client.reached("prefill", FAILED, room)
+        assert time.monotonic() - stopped < NOTICED_S
+    finally:
+        running.decode.send(signal.SIGCONT)
+    await asyncio.to_thread(running.wait_ready)
+    await assert_serves(client)
+    await client.wait_clean()
 
 
 async def test_sigterm_lets_a_running_answer_end() -> None:

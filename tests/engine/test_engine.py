@@ -12,7 +12,7 @@ import pytest
 
 from pd_common.engine.batch import Batch, BatchItem
 from pd_common.engine.request import Sequence
-from pd_common.errors import InvalidRequest
+from pd_common.errors import InternalError, InvalidRequest
 from pd_common.generation import ChatMessage, ModelInfo
 from pd_common.types import BufferKind, BufferSpec
 from tests.engine.conftest import LoadEngine, load_directory
@@ -141,5 +141,5 @@ async def test_steps_without_samples_return_nothing(load_engine: LoadEngine) -> 
 async def test_close_ends_the_thread() -> None:
     engine = load_directory(tiny_model())
     await engine.close()
-    with pytest.raises(RuntimeError, match="shutdown"):
+    with pytest.raises(InternalError, match="engine thread is closed"):
         await engine.step(Batch([BatchItem(Sequence(make_request([1])), 0, 1, samples=True)]))

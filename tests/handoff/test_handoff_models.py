@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pd_common.errors import PdError, RoomAborted, RoomUnknown
+from pd_common.handoff.deadlines import Timeouts
 from pd_common.handoff.metadata import HandoffMetadata, MetadataBuffers, Slot
 from pd_common.handoff.quarantine import Quarantine, Writer
 from pd_common.handoff.state import ALLOWED, Progress, Transfer, TransferState
@@ -19,6 +20,13 @@ from tests.handoff.memory import make_offer, room
 rooms = st.integers(1, 4).map(room)
 counts = st.integers(0, 3)
 RETENTION_S = 5.0
+BOOTSTRAP_S, WAITING_S = 6.0, 3.0
+
+
+def due_s(transfer: Transfer) -> float:
+    """The request's deadline, or what the state allows, counted from the record's own steps."""
+    met = [step for step in transfer.timeline if step.state > TransferState.BOOTSTRAPPING]
+    return min(transfer.deadline_s, transfer.updated_s + WAITING_S if met else transfer.timeline[0].at_s + BOOTSTRAP_S)
 
 
 class TableHistory(RuleBasedStateMachine):
@@ -26,7 +34,7 @@ class TableHistory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = TransferTable(Role.PREFILL, RETENTION_S, max_finished=3)
+        self.table = TransferTable(Role.PREFILL, RETENTION_S, 3, Timeouts(BOOTSTRAP_S, WAITING_S))
         self.table.listeners.append(self.changed)
         self.now = 0.0
         self.known: dict[BootstrapRoom, Transfer] = {}
@@ -44,6 +52,7 @@ class TableHistory(RuleBasedStateMachine):
             assert new.timeline[: len(old.timeline)] == old.timeline
         assert (new.failure is None) is (new.state is not TransferState.FAILED)
         assert new.timeline[-1].state is new.state
+        assert [step.sequence for step in new.timeline] == sorted({step.sequence for step in new.timeline})
         if new.state > TransferState.BOOTSTRAPPING:
             assert new.rid is not None
             assert new.offer is not None
@@ -116,7 +125,7 @@ class TableHistory(RuleBasedStateMachine):
     def time_passes(self, step_s: int) -> None:
         self.now += step_s
         self.table.expire(self.now)
-        assert all(transfer.deadline_s > self.now for transfer in self.table.live())
+        assert all(due_s(transfer) > self.now for transfer in self.table.live())
 
     @rule()
     def sweep(self) -> None:
@@ -144,7 +153,7 @@ class TableHistory(RuleBasedStateMachine):
                 except RoomUnknown:
                     continue
                 raise AssertionError(number)
-        live = [transfer.deadline_s for transfer in self.known.values() if not transfer.state.is_final]
+        live = [due_s(transfer) for transfer in self.known.values() if not transfer.state.is_final]
         assert self.table.next_deadline() == min(live, default=None)
 
 

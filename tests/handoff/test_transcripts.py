@@ -43,4 +43,4 @@ def test_transcript(path: Path) -> None:
 
 
 def test_there_are_transcripts() -> None:
-    assert len(TRANSCRIPTS) >= 20
+    assert len(TRANSCRIPTS) >= 40

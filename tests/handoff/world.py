@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from pd_common.errors import PdError, PeerLost, RoomAborted, TransferFailed
 from pd_common.handoff.chunk import ChunkPlanner, TransferKVChunk, pages_to_transfer
+from pd_common.handoff.deadlines import Timeouts
 from pd_common.handoff.destination import Offer
 from pd_common.handoff.digest import digest_prompt
 from pd_common.handoff.metadata import HandoffMetadata, MetadataBuffers, Slot
@@ -21,7 +22,7 @@ from pd_common.handoff.state import Progress, Transfer, TransferState
 from pd_common.handoff.table import TransferTable
 from pd_common.transport.base import WriteReceipt
 from pd_common.types import BootstrapRoom, Instance, PageIndices, ProcessProof, Role
-from tests.handoff.memory import GatedChannel, MemoryPool, make_destination
+from tests.handoff.memory import GatedChannel, MemoryPool, make_destination, owned
 
 Args = dict[str, str]
 
@@ -30,6 +31,9 @@ PAGE_SIZE = 4
 NUM_PAGES = 8
 NUM_SLOTS = 2
 RETENTION_S = 30.0
+TIMEOUTS = Timeouts(bootstrap_s=100.0, waiting_s=80.0)
+LIFE_SEQUENCES = 1000
+"""Where the numbers of a second life begin."""
 PREFILL_PROCESS = ProcessProof("host-a", 4711, 99)
 
 
@@ -50,26 +54,30 @@ class World:
     def __init__(self) -> None:
         self.now = 0.0
         self.lines: list[str] = []
+        self.channels: list[GatedChannel] = []
         self.prefill = Instance("prefill-0", 1)
         self.source = MemoryPool(ITEM_LENS, NUM_PAGES, PAGE_SIZE, seed=1)
         self.source_rows = MetadataBuffers(NUM_SLOTS)
         self.prefill_table = self._table(Role.PREFILL)
-        self.legs: dict[int, PrefillLeg] = {}
+        self.legs: dict[BootstrapRoom, PrefillLeg] = {}
         self.sends: dict[asyncio.Task[WriteReceipt], tuple[BootstrapRoom, TransferKVChunk]] = {}
         self._start_decode(Instance("decode-0", 1))
 
     def _start_decode(self, instance: Instance) -> None:
         self.decode = instance
         self.channel = GatedChannel()
+        self.channels.append(self.channel)
         self.pool = MemoryPool(ITEM_LENS, NUM_PAGES, PAGE_SIZE)
         self.rows = MetadataBuffers(NUM_SLOTS)
         self.free_pages = list(range(NUM_PAGES))
         self.decode_table = self._table(Role.DECODE)
         self.receivers: dict[int, KVReceiver] = {}
+        self.offers: dict[BootstrapRoom, Offer] = {}
         self.quarantine = Quarantine(self._release, host_id="host-a")
 
     def _table(self, role: Role) -> TransferTable:
-        table = TransferTable(role, RETENTION_S, max_finished=4)
+        sequence = (self.prefill.epoch - 1) * LIFE_SEQUENCES if role is Role.PREFILL else 0
+        table = TransferTable(role, RETENTION_S, 4, TIMEOUTS, sequence=sequence)
         table.listeners.append(self._say_change)
         return table
 
@@ -88,7 +96,8 @@ class World:
 
     async def close(self) -> None:
         """Lets every write land, so that nothing is left behind."""
-        self.channel.gate.set()
+        for channel in self.channels:
+            channel.gate.set()
         for leg in self.legs.values():
             await leg.sender.abort()
 
@@ -116,9 +125,16 @@ class World:
             return
         pages, self.free_pages = tuple(self.free_pages[:count]), self.free_pages[count:]
         offer = Offer(self.decode, pages, slot, prefix, tokens, _prompt(args))
+        self.offers[room] = offer
         self.receivers[room] = KVReceiver(room, offer, self.pool.buffers, self.rows, self.pool.new_digest())
-        self.decode_table.advance(room, TransferState.WAITING_FOR_INPUT, self.now, peer=self.prefill)
+        peer = None if "unanswered" in args else self.prefill
+        self.decode_table.advance(room, TransferState.WAITING_FOR_INPUT, self.now, peer=peer)
         self.say(f"offers pages {_ids(pages)}, slot {_slot(slot)}")
+
+    async def decode_accepted(self, args: Args) -> None:
+        """The answer to the offer arrives: from now on the room is between these two."""
+        room = _room(args)
+        self.decode_table.advance(room, self.decode_table.get(room).state, self.now, peer=self.prefill)
 
     async def decode_report(self, args: Args) -> None:
         room, progress = _room(args), Progress(pages_done=int(args.get("pages", "0")))
@@ -130,6 +146,9 @@ class World:
 
     async def decode_commit(self, args: Args) -> None:
         room = _room(args)
+        if room not in self.receivers:
+            self.say("nothing to take over")
+            return
         try:
             metadata = await self.receivers[room].commit()
         except PdError as error:
@@ -153,10 +172,16 @@ class World:
         for transfer in self.decode_table.expire(self.now):
             self._hold(transfer.room)
 
-    async def decode_lost(self, _: Args) -> None:
-        """Prefill does not answer any more."""
-        for transfer in self.decode_table.fail_peer(self.prefill, PeerLost("prefill is gone"), self.now):
+    async def decode_lost(self, args: Args) -> None:
+        """Prefill does not answer any more, or says that it is another life."""
+        peer = replace(self.prefill, epoch=int(args.get("epoch", self.prefill.epoch)))
+        for transfer in self.decode_table.fail_peer(peer, PeerLost("prefill is gone"), self.now):
             self._hold(transfer.room)
+
+    async def decode_query(self, args: Args) -> None:
+        """What prefill is told when it asks, or repeats its last report."""
+        known = self.decode_table.get(_room(args))
+        self.say(f"{known.state.name}" + (f" {known.failure.reason}" if known.failure else ""))
 
     async def decode_drained(self, args: Args) -> None:
         epoch = int(args.get("epoch", self.prefill.epoch))
@@ -164,7 +189,8 @@ class World:
 
     async def decode_fenced(self, _: Args) -> None:
         for held in self.quarantine.held:
-            self.quarantine.fenced(held.room, self.prefill)
+            for writer in held.missing:
+                self.quarantine.fenced(held.room, writer.instance)
 
     async def decode_gone(self, _: Args) -> None:
         self.quarantine.process_gone(PREFILL_PROCESS)
@@ -187,7 +213,8 @@ class World:
         receiver = self.receivers.pop(room, None)
         if receiver is None:
             return
-        writers = [Writer(self.prefill, "host-a:8998", PREFILL_PROCESS)]
+        peer = self.decode_table.get(room).peer or self.prefill
+        writers = [Writer(peer, "host-a:8998", PREFILL_PROCESS)]
         self.quarantine.hold(room, writers, receiver.offer.pages, receiver.offer.slot, self.now)
         self.say(f"quarantined pages {_ids(receiver.offer.pages)}, slot {_slot(receiver.offer.slot)}")
 
@@ -207,7 +234,7 @@ class World:
     async def prefill_offer(self, args: Args) -> None:
         """Decode's offer arrives; any part of it can be replaced by an argument."""
         room = _room(args)
-        known = self.receivers[room].offer
+        known = self.offers[room]
         offer = replace(
             known,
             pages=tuple(int(page) for page in args["pages"].split(",")) if "pages" in args else known.pages,
@@ -219,9 +246,10 @@ class World:
 
     def _start_leg(self, room: BootstrapRoom) -> None:
         transfer = self.prefill_table.get(room)
-        offer, slot = transfer.offer, self.source_rows.alloc()
-        if transfer.state is not TransferState.WAITING_FOR_INPUT or offer is None or slot is None:
+        offer = transfer.offer
+        if transfer.state is not TransferState.WAITING_FOR_INPUT or offer is None or room in self.legs:
             return
+        slot = owned(self.source_rows)
         destination = make_destination(offer, self.pool, self.rows, self.channel)
         sender = KVSender(room, self.source.buffers, destination, self.source_rows, slot, self.source.new_digest())
         planner = ChunkPlanner(room, offer.prompt_tokens, PAGE_SIZE, offer.decode_prefix_len)
@@ -267,8 +295,17 @@ class World:
 
     async def prefill_conclude(self, args: Args) -> None:
         """Decode has answered that it took the room over."""
-        self.prefill_table.advance(_room(args), TransferState.SUCCESS, self.now)
-        self._drop_leg(_room(args))
+        if self.prefill_table.advance(_room(args), TransferState.SUCCESS, self.now):
+            self._drop_leg(_room(args))
+
+    async def prefill_learn(self, args: Args) -> None:
+        """Asks decode how the room stands there, and follows it if it has failed."""
+        room = _room(args)
+        failure = self.decode_table.get(room).failure
+        if failure is not None:
+            self.prefill_table.fail(room, failure, self.now)
+            await self.legs[room].sender.abort()
+            self._drop_leg(room)
 
     async def prefill_abort(self, args: Args) -> None:
         room = _room(args)
@@ -301,13 +338,23 @@ class World:
         """Decode does not answer any more."""
         self.prefill_table.fail_peer(self.decode, PeerLost("decode is gone"), self.now)
 
+    async def prefill_restart(self, _: Args) -> None:
+        """What the earlier life had posted ends with it."""
+        self.prefill = replace(self.prefill, epoch=self.prefill.epoch + 1)
+        self.prefill_table = self._table(Role.PREFILL)
+        self.source_rows = MetadataBuffers(NUM_SLOTS)
+        self.legs = {}
+
     async def prefill_changes(self, args: Args) -> None:
+        self.prefill_table.require_resumable(int(args["since"]))
         for transfer in self.prefill_table.changes_since(int(args["since"])):
             self.say(f"#{transfer.sequence} {transfer.room} {transfer.state.name}")
 
     async def prefill_timeline(self, args: Args) -> None:
         for step in self.prefill_table.get(_room(args)).timeline:
-            self.say(f"{step.at_s:g} s {step.state.name}")
+            done = f" {step.progress.pages_done} pages" if step.progress.pages_done else ""
+            why = f" {step.reason}" if step.reason else ""
+            self.say(f"#{step.sequence} {step.at_s:g} s {step.state.name}{done}{why}")
 
     # --- both, and what lies between ---
 
@@ -328,7 +375,8 @@ class World:
 
     async def network_land(self, _: Args) -> None:
         """Everything in flight arrives."""
-        self.channel.gate.set()
+        for channel in self.channels:
+            channel.gate.set()
         if self.sends:
             await asyncio.wait(self.sends)
         self._tell_sends()

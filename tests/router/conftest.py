@@ -20,7 +20,7 @@ async def backend() -> ScriptedBackend:
 @pytest.fixture
 async def client(backend: ScriptedBackend) -> AsyncIterator[httpx.AsyncClient]:
     """Calls the application without a network; an exception that is a defect is answered, as a server does it."""
-    transport = httpx.ASGITransport(create_app(backend), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(create_app(backend, lambda: backend.live), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
         yield client
 
@@ -28,7 +28,7 @@ async def client(backend: ScriptedBackend) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 async def port(backend: ScriptedBackend) -> AsyncIterator[int]:
     """A real server on a port of its own. What `serve` adds to these steps is signals and a slow tick."""
-    config = uvicorn.Config(create_app(backend), log_level="warning", lifespan="off", ws="none")
+    config = uvicorn.Config(create_app(backend, lambda: backend.live), log_level="warning", lifespan="off", ws="none")
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from opentelemetry import trace
 
+from pd_common.errors import PdError
 from pd_common.generation import ChatMessage, ClientRequest, FinishReason, ModelInfo, Output, TokenLogprob, Usage
+from pd_common.handoff.state import TransferState
 from pd_common.types import BootstrapRoom
 
 ROOM = BootstrapRoom(2**60 + 1)
@@ -26,11 +28,15 @@ class ScriptedBackend:
 
     script: Sequence[Step] = ()
     ready: bool = True
+    live: bool = True
+    open_rooms: dict[BootstrapRoom, str] = field(default_factory=dict)
+    """What can be aborted, with the rid of each."""
 
     def __post_init__(self) -> None:
         self.requests: list[ClientRequest] = []
         self.chats: list[list[ChatMessage]] = []
         self.trace_ids: list[int] = []
+        self.aborts: list[tuple[BootstrapRoom, str]] = []
         self.started = asyncio.Event()
         self.aborted = asyncio.Event()
 
@@ -62,6 +68,15 @@ class ScriptedBackend:
             await asyncio.sleep(0)  # an abort takes calls to other processes
             self.aborted.set()
             raise
+
+    async def abort(self, room: BootstrapRoom, error: PdError) -> TransferState | None:
+        self.aborts.append((room, error.message))
+        return TransferState.FAILED if room in self.open_rooms else None
+
+    async def abort_rid(self, rid: str, message: str) -> list[BootstrapRoom]:
+        rooms = [room for room, its_rid in self.open_rooms.items() if its_rid == rid]
+        self.aborts += [(room, message) for room in rooms]
+        return rooms
 
     @property
     def is_ready(self) -> bool:

@@ -8,12 +8,13 @@ from typing import Any
 
 from pd_common.control import server
 from pd_common.control.abort_servicer import AbortServicer
-from pd_common.control.clients import dial_plain
+from pd_common.control.connection import dial_plain
 from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.outputs import OutputHub
 from pd_common.control.server import ControlServer
 from pd_common.generation import FinishReason, GenerationRequest, Output, Usage
 from pd_common.types import BootstrapAddress, BootstrapRoom, Role
+from services.router.policy import LeastRooms, Pair
 from services.router.worker import Worker
 from tests.control.fake_rooms import FakeModel, FakeRooms
 from tests.control.serving import LOOPBACK
@@ -101,8 +102,14 @@ async def until_lost(worker: Worker, changed: asyncio.Event) -> None:
         changed.clear()
 
 
+def prove(pair: Pair) -> None:
+    """As if a room had gone through."""
+    assert pair.lives is not None
+    pair.note_probe(pair.lives, None)
+
+
 class Cluster:
-    """Engine servers and a router's workers for them, all connected and taken for proven."""
+    """Engine servers and a router's workers for them, all connected; no pair is proven before `prove_all`."""
 
     def __init__(self, prefills: int = 1, decodes: int = 1) -> None:
         self.changed = asyncio.Event()
@@ -119,13 +126,15 @@ class Cluster:
         ]
         self.decodes = [Worker(Role.DECODE, engine.address, self.changed, dial_plain) for engine in self.decode_servers]
         self.workers = [*self.prefills, *self.decodes]
+        self.policy = LeastRooms(self.prefills, self.decodes)
         self._runs = [asyncio.create_task(worker.run()) for worker in self.workers]
         for worker in self.workers:
             await until_live(worker, self.changed)
 
     def prove_all(self) -> None:
-        for worker in self.workers:
-            worker.proven = True
+        """As if a room had gone through every pair."""
+        for pair in self.policy.pairs:
+            prove(pair)
 
     async def stop(self) -> None:
         for run in self._runs:

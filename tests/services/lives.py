@@ -9,19 +9,22 @@ from typing import Any, cast
 
 from pd_common.control.abort_servicer import AbortServicer
 from pd_common.control.bootstrap_servicer import BootstrapServicer
-from pd_common.control.clients import dial_plain
+from pd_common.control.connection import dial_plain
 from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.outputs import OutputHub
 from pd_common.control.registry import Registry
 from pd_common.control.status_servicer import TransferStatusServicer
 from pd_common.engine.engine import Engine
+from pd_common.handoff.canary import CanaryMemory
+from pd_common.handoff.deadlines import Timeouts
 from pd_common.handoff.metadata import MetadataBuffers
 from pd_common.handoff.table import TransferTable
 from pd_common.transport.base import Transport
 from pd_common.transport.loopback import Faults, LoopbackNetwork, LoopbackTransport
 from pd_common.types import Instance, Role
 from services.decode.drain import Drain
-from services.decode.prefills import OwnMemory, Prefills
+from services.decode.pairing import OwnMemory
+from services.decode.prefills import Prefills
 from services.decode.queues import PreallocQueue
 from services.decode.scheduler import DecodeScheduler
 from services.decode.service import DecodeService
@@ -31,6 +34,9 @@ from services.prefill.service import PrefillService
 from services.prefill.servicers import PageAllocationServicer
 from tests.control.fake_rooms import FakeModel
 from tests.services.byte_engine import ByteEngine
+from tests.services.two_ways import TwoWays
+
+GENEROUS = Timeouts(bootstrap_s=300.0, waiting_s=300.0)
 
 _epochs = itertools.count(1)
 
@@ -55,17 +61,20 @@ class PrefillLife:
         chunk_tokens: int,
         retention_s: float,
         real: Real | None = None,
+        timeouts: Timeouts = GENEROUS,
     ) -> None:
         self.instance = Instance(f"prefill-{(epoch := next(_epochs))}", epoch) if real is None else real.instance
         self.engine = ByteEngine(pages, 1 if real is None else real.width)
         engine = cast("Engine", self.engine)
         self.metadata = MetadataBuffers(slots)
-        self.faults = Faults()
-        self.transport: Transport = LoopbackTransport(network, self.faults) if real is None else real.transport
-        for region in (*self.engine.pool.regions, self.metadata.region):
+        self.canaries = CanaryMemory(self.engine.layout.page_bytes)
+        self.faults, self.canary_faults = Faults(), Faults()
+        loopback = TwoWays(network, self.faults, self.canary_faults, self.canaries.region)
+        self.transport: Transport = loopback if real is None else real.transport
+        for region in (*self.engine.pool.regions, self.metadata.region, self.canaries.region):
             self.transport.register(region)
         self.hub = OutputHub()
-        self.transfers = TransferTable(Role.PREFILL, retention_s, max_finished=1000)
+        self.transfers = TransferTable(Role.PREFILL, retention_s, 1000, timeouts)
         self.scheduler = PrefillScheduler(engine, chunk_tokens, max_running=slots)
         self.service = PrefillService(
             self.instance,
@@ -77,10 +86,12 @@ class PrefillLife:
             self.hub,
             new_digest=self.engine.pool.new_digest,
         )
-        self.receivers = Receivers(self.engine.layout, self.transport, self.service.receiver_lost, dial_plain)
+        self.receivers = Receivers(
+            self.engine.layout, self.transport, self.canaries, self.service.receiver_lost, dial_plain
+        )
         self.service.use(self.receivers)
         self.servicers: dict[str, Any] = {
-            "bootstrap": BootstrapServicer(Registry()),
+            "bootstrap": BootstrapServicer(Registry(Role.PREFILL, self.instance.epoch)),
             "page_allocation": PageAllocationServicer(self.service, self.receivers),
             "transfer_status": TransferStatusServicer(self.service),
             "abort": AbortServicer(self.service),
@@ -108,18 +119,25 @@ class DecodeLife:
     """One life of a decode process, as services/decode/__main__.py wires it."""
 
     def __init__(
-        self, network: LoopbackNetwork, pages: int, slots: int, retention_s: float, real: Real | None = None
+        self,
+        network: LoopbackNetwork,
+        pages: int,
+        slots: int,
+        retention_s: float,
+        real: Real | None = None,
+        timeouts: Timeouts = GENEROUS,
     ) -> None:
         self.instance = Instance(f"decode-{(epoch := next(_epochs))}", epoch) if real is None else real.instance
         self.engine = ByteEngine(pages, 1 if real is None else real.width)
         engine = cast("Engine", self.engine)
         self.metadata = MetadataBuffers(slots)
         self.transport: Transport = LoopbackTransport(network) if real is None else real.transport
-        self.regions = (*self.engine.pool.regions, self.metadata.region)
+        self.canaries = CanaryMemory(self.engine.layout.page_bytes)
+        self.regions = (*self.engine.pool.regions, self.metadata.region, self.canaries.region)
         for region in self.regions:
             self.transport.register(region)
         self.hub = OutputHub()
-        self.transfers = TransferTable(Role.DECODE, retention_s, max_finished=1000)
+        self.transfers = TransferTable(Role.DECODE, retention_s, 1000, timeouts)
         self.prealloc = PreallocQueue(self.engine.pages, self.metadata)
         self.scheduler = DecodeScheduler(engine, self.hub, max_running=slots)
         self.drain = Drain(self.prealloc.release, dial_plain)
@@ -144,7 +162,7 @@ class DecodeLife:
     def wire(self, address: str) -> None:
         """Once it is known where this process is reached."""
         pool = self.engine.pool.buffers
-        own = OwnMemory(self.instance, address, self.engine.layout, pool, self.regions, self.metadata)
+        own = OwnMemory(self.instance, address, self.engine.layout, pool, self.regions, self.metadata, self.canaries)
         self.prefills = Prefills(own, self.transport, self.service.prefill_lost, self.service.proven, dial_plain)
         self.service.use(self.prefills)
 

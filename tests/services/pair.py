@@ -9,15 +9,20 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from opentelemetry.context import Context
 
 from pd_common.control import server
-from pd_common.control.clients import BootstrapClient, Connection, GenerationClient, PeerClient
+from pd_common.control.bootstrap_client import BootstrapClient
+from pd_common.control.connection import Connection
+from pd_common.control.generation_client import GenerationClient
+from pd_common.control.peer_client import PeerClient
 from pd_common.control.process import new_instance
 from pd_common.errors import PdError
 from pd_common.generation import FinishReason, GenerationRequest, Output, SamplingParams
+from pd_common.handoff.deadlines import Timeouts
 from pd_common.handoff.state import Transfer, TransferState
 from pd_common.handoff.table import TransferTable
 from pd_common.transport.base import Transport
@@ -25,7 +30,7 @@ from pd_common.transport.loopback import Faults, LoopbackNetwork
 from pd_common.types import BootstrapAddress, BootstrapRoom, RankInfo, RankPosition, Role
 from tests.control.serving import DATA_PLANE, LOOPBACK
 from tests.services.byte_engine import answer_tokens
-from tests.services.lives import DecodeLife, Life, PrefillLife, Real
+from tests.services.lives import GENEROUS, DecodeLife, Life, PrefillLife, Real
 from tests.services.tap import Tap
 
 
@@ -132,9 +137,8 @@ class Node:
         if isinstance(life, DecodeLife):
             life.wire(self.address.target)
         else:
-            rank = RankInfo(
-                life.instance, Role.PREFILL, RankPosition(), self.address.target, life.engine.layout, DATA_PLANE
-            )
+            plane = replace(DATA_PLANE, backend=life.transport.info.backend)
+            rank = RankInfo(life.instance, Role.PREFILL, RankPosition(), self.address.target, life.engine.layout, plane)
             await BootstrapClient(self.connection).register_rank(rank)
         self._works += [asyncio.create_task(work) for work in life.works()]
 
@@ -185,15 +189,16 @@ class Pair:
         decode_slots: int = 8,
         chunk_tokens: int = 8,
         retention_s: float = 60.0,
+        timeouts: Timeouts = GENEROUS,
         new_transport: Callable[[], Transport] | None = None,
     ) -> None:
         """Over loopback, unless another transport is given: then nothing can be made to go wrong by `faults`."""
         self.network = LoopbackNetwork()
         real = {role: None if new_transport is None else Real(new_instance(role), new_transport(), 1) for role in Role}
         self.prefill = PrefillLife(
-            self.network, prefill_pages, prefill_slots, chunk_tokens, retention_s, real[Role.PREFILL]
+            self.network, prefill_pages, prefill_slots, chunk_tokens, retention_s, real[Role.PREFILL], timeouts
         )
-        self.decode = DecodeLife(self.network, decode_pages, decode_slots, retention_s, real[Role.DECODE])
+        self.decode = DecodeLife(self.network, decode_pages, decode_slots, retention_s, real[Role.DECODE], timeouts)
         self.at_prefill, self.at_decode = Node(self.prefill), Node(self.decode)
 
     async def start(self) -> None:
@@ -247,9 +252,8 @@ class Pair:
         await self.at_decode.client.assert_each_ended_once()
 
     def unfinished(self) -> list[asyncio.Task[None]]:
-        tasks = [room.task._task for room in self.prefill.service._rooms.values() if room.task is not None]
-        tasks += [room.task._task for room in self.decode.service._rooms.values() if room.task is not None]
-        return [task for task in (*tasks, *self.decode.drain._tasks) if not task.done()]
+        works = (self.prefill.service._tasks, self.decode.service._tasks, self.decode.drain._tasks)
+        return [task for tasks in works for task in tasks if not task.done()]
 
     async def stop(self) -> None:
         await self.at_decode.stop()

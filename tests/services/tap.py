@@ -72,6 +72,39 @@ def answer_lost(times: int = 1, *, applies: Callable[[Any], bool] = lambda _: Tr
     return _broken(times, applies, arrives=True)
 
 
+def silence(times: int = 1, *, applies: Callable[[Any], bool] = lambda _: True) -> Rule:
+    """The message never arrives, and its sender is told nothing: it waits until it gives up."""
+    left = times
+
+    async def rule(request: Any, pass_on: PassOn) -> Any:
+        nonlocal left
+        if left == 0 or not applies(request):
+            return await pass_on()
+        left -= 1
+        return await asyncio.Event().wait()
+
+    return rule
+
+
+def overtaken(*, applies: Callable[[Any], bool] = lambda _: True) -> Rule:
+    """The first such message arrives after the next message of its method; its sender has given up meanwhile."""
+    late: list[PassOn] = []
+    struck = False
+
+    async def rule(request: Any, pass_on: PassOn) -> Any:
+        nonlocal struck
+        if not struck and applies(request):
+            struck = True
+            late.append(pass_on)
+            return await asyncio.Event().wait()
+        outcome = await _outcome(pass_on())
+        while late:
+            await _outcome(late.pop()())
+        return _raised(outcome)
+
+    return rule
+
+
 def held(gate: Gate, *, applies: Callable[[Any], bool] = lambda _: True) -> Rule:
     """The message is late, and arrives even if its sender has gone away meanwhile."""
     late: set[asyncio.Task[Any]] = set()

@@ -152,8 +152,8 @@ async def test_a_failure_that_comes_with_the_answer_to_the_offer_is_why_the_room
 ) -> None:
     """Both arrive in one turn of the event loop, so that the room goes on for a moment after it has failed."""
     await pair.serve(OTHER)
-    (pairing,) = pair.decode.prefills._pairings.values()
-    client, ends = pairing.result().client, []
+    (prefill,) = pair.decode.prefills._paired.values()
+    client, ends = prefill.client, []
     allocate_pages = client.allocate_pages
 
     async def overtaken(*args: Any) -> TransferState:
@@ -289,8 +289,8 @@ async def test_a_room_that_stops_while_the_port_is_torn_down_does_not_keep_it_up
     """The room that found the pairing stale tears it down; what others wait for must not depend on its fate."""
     await pair.serve(OTHER)
     await pair.settled()
-    (pairing,) = pair.decode.prefills._pairings.values()
-    prefill, gate = pairing.result(), Gate()
+    (prefill,) = pair.decode.prefills._paired.values()
+    gate = Gate()
     fence = prefill.port.fence
 
     async def slow_fence() -> None:
@@ -315,9 +315,9 @@ async def test_losing_prefill_while_the_offer_is_on_its_way_ends_both_legs(pair:
     pair.at_prefill.tap.rules["AllocatePages"] = held(gate)
     await pair.submit(pair.request(ROOM))
     await soon(gate.reached.wait())
-    (pairing,) = pair.decode.prefills._pairings.values()
-    await pair.decode.prefills.forget(pairing.result(), "no beat")
-    await pairing.result().connection.close()
+    (prefill,) = pair.decode.prefills._paired.values()
+    await pair.decode.prefills.forget(prefill, "no beat")
+    await prefill.connection.close()
     assert isinstance(await pair.at_decode.client.failure(ROOM), PeerLost)
     gate.set()
     assert isinstance(await pair.at_prefill.client.failure(ROOM), RoomAborted | PeerLost)
@@ -362,8 +362,8 @@ async def test_memory_stays_away_until_a_writer_of_this_host_is_gone(
     await soon(gate.reached.wait())
     before = await restarted(pair)
     await pair.at_decode.client.abort(ROOM)
-    (pairing,) = pair.decode.prefills._pairings.values()
-    await pair.decode.prefills.forget(pairing.result(), "it has restarted")
+    (prefill,) = pair.decode.prefills._paired.values()
+    await pair.decode.prefills.forget(prefill, "it has restarted")
     pages = pair.decode.service.pool_status().pages_quarantined
     await pair.serve(NEXT)
     status = pair.decode.service.pool_status()

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from pd_common.errors import AllocationConflict, DeadlineExceeded, InvalidRequest, RoomAborted
+from pd_common.errors import AllocationConflict, DeadlineExceeded, RoomAborted
 from pd_common.generation import FinishReason, GenerationRequest
 from pd_common.handoff.state import TransferState
-from pd_common.transport.fake import FAKE_BOOTSTRAP_HOST
+from pd_common.transport.fake import FAKE_BOOTSTRAP_HOST, FakeTransport
 from pd_common.types import BootstrapAddress
-from tests.services.byte_engine import answer_tokens
+from tests.services.byte_engine import Gate, answer_tokens
 from tests.services.pair import Client, Pair, running, soon, state_reached
+from tests.services.tap import held
 
 ROOM, NEXT = 7, 8
 CANARY = 0x5A5A5A5A
@@ -135,13 +136,37 @@ async def test_a_decode_that_came_first_and_means_a_real_room_is_told(pair: Pair
     assert pair.faults.writes == 0
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_a_process_that_moves_nothing_refuses_a_real_room(pair: Pair, side: str) -> None:
-    life, node = (pair.prefill, pair.at_prefill) if side == "prefill" else (pair.decode, pair.at_decode)
-    life.service._only_fake = True
-    with pytest.raises(InvalidRequest, match=r"send bootstrap_host 2\.2\.2\.2") as refused:
-        await node.client.submit(pair.request(ROOM))
-    assert refused.value.metadata["field"] == "bootstrap_host"
-    request = fake(pair, ROOM)
-    await node.client.submit(request)
-    await (assert_computed if side == "prefill" else assert_made_up)(node.client, request)
+# --- two processes that move nothing ---
+
+
+@pytest.fixture
+async def still_pair() -> AsyncIterator[Pair]:
+    still = Pair(new_transport=FakeTransport)
+    still.prefill.service._handshake_only = still.decode.service._handshake_only = True
+    async with running(still) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("new_tokens", [1, 4])
+async def test_a_pair_that_moves_nothing_goes_through_the_whole_handshake(still_pair: Pair, new_tokens: int) -> None:
+    still_pair.prefill.engine.shut()  # nothing is computed there
+    request = still_pair.request(ROOM, new_tokens=new_tokens)
+    await still_pair.submit(request)
+    await assert_computed(still_pair.at_prefill.client, request)
+    outputs = await still_pair.at_decode.client.outputs(ROOM)
+    assert outputs[0].token_ids[0] == request.prompt[-1]
+    for transfers in (still_pair.prefill.transfers, still_pair.decode.transfers):
+        assert [step.state for step in transfers.get(request.room).timeline][-1] is TransferState.SUCCESS
+    assert "AllocatePages" in still_pair.at_prefill.tap.passed
+    assert "ReportTransfer" in still_pair.at_decode.tap.passed
+
+
+async def test_a_pair_that_moves_nothing_can_be_aborted(still_pair: Pair) -> None:
+    gate = Gate()
+    still_pair.at_prefill.tap.rules["AllocatePages"] = held(gate)
+    await still_pair.submit(still_pair.request(ROOM))
+    await soon(gate.reached.wait())
+    await still_pair.at_prefill.client.abort(ROOM)
+    gate.set()
+    for client in (still_pair.at_prefill.client, still_pair.at_decode.client):
+        assert isinstance(await client.failure(ROOM), RoomAborted)

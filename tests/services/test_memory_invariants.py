@@ -37,7 +37,7 @@ async def test_pages_of_a_write_that_is_under_way_have_no_other_owner(aborted: b
         )
         await pair.submit(slow)
         await soon(gate.reached.wait())
-        pages = tuple(pair.prefill.service._rooms[BootstrapRoom(ROOM)].work.job.sequence.pages)  # type: ignore[union-attr]
+        pages = tuple(pair.prefill.service._rooms[BootstrapRoom(ROOM)].handover.job.sequence.pages)  # type: ignore[union-attr]
         await pair.submit(small)
         await pair.submit(large)
         await state_reached(pair.prefill.transfers, NEXT, TransferState.WAITING_FOR_INPUT)
@@ -74,6 +74,8 @@ def registration(pair: Pair, **changes: Any) -> page_allocation_pb2.RegisterRece
         "metadata_base": life.metadata.region.base,
         "metadata_item_len_bytes": ROW_BYTES,
         "metadata_slots": life.metadata.num_slots,
+        "canary_base": life.canaries.region.base,
+        "canary_pages": life.canaries.num_pages,
     }
     return page_allocation_pb2.RegisterReceiverRequest(**{**fields, **changes})
 
@@ -89,6 +91,9 @@ def registration(pair: Pair, **changes: Any) -> page_allocation_pb2.RegisterRece
         ({"metadata_base": 2**64 - 1}, PagesInvalid),
         ({"metadata_base": 2**63 - ROW_BYTES}, PagesInvalid),
         ({"metadata_slots": 0}, InvalidRequest),
+        ({"canary_base": 2**64 - 1}, PagesInvalid),
+        ({"canary_pages": 0}, PagesInvalid),
+        ({"canary_pages": 2**32 - 1, "canary_base": 2**63 - 64}, PagesInvalid),
         ({"metadata_item_len_bytes": ROW_BYTES - 1}, InvalidRequest),
         ({"control_address": ""}, InvalidRequest),
         ({"data_address": b"no address"}, InvalidRequest),

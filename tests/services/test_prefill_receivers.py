@@ -7,29 +7,35 @@ from typing import Any
 
 import pytest
 
-from pd_common.control.clients import dial_plain
+from pd_common.control import beats
+from pd_common.control.connection import dial_plain
 from pd_common.errors import (
     InvalidRequest,
     LayoutMismatch,
+    PagesInvalid,
+    PdError,
     PeerLost,
     ReceiverUnknown,
     StaleInstance,
     TransferFailed,
 )
+from pd_common.handoff.canary import CanaryMemory, RemoteCanary
 from pd_common.handoff.chunk import PoolBuffers
 from pd_common.handoff.destination import RemotePool
 from pd_common.transport.base import InboundPort, MemoryRegion, Puts, TransportInfo, WriteReceipt
 from pd_common.types import Instance, KvLayout
-from services.prefill.receivers import UNHELD_S, Receiver, Receivers, check_register_request
+from services.prefill.receivers import Receiver, Receivers, check_register_request
 from tests.control.serving import LAYOUT
 
 POOL = RemotePool(PoolBuffers((4096, 8192), (1024, 1024), 4, 16), 65536, 2)
+CANARIES = RemoteCanary(131072, 2, LAYOUT.page_bytes)
+SEED = bytes(range(16))
 HERE, THERE = "127.0.0.1:7001", "127.0.0.1:7002"
 FIRST, RESTARTED, OTHER = Instance("d", 1), Instance("d2", 2), Instance("e", 1)
 
 
 class FakeChannel:
-    """Closes when it may."""
+    """Closes when it may; writes to nowhere when it may, unless it is `broken`."""
 
     carrier = "cma"
 
@@ -38,9 +44,18 @@ class FakeChannel:
         self.closing = asyncio.Event()
         self.may_close = asyncio.Event()
         self.may_close.set()
+        self.broken: PdError | None = None
+        self.written: list[tuple[int, int]] = []
+        self.may_write = asyncio.Event()
+        self.may_write.set()
 
     async def write(self, *groups: Puts) -> WriteReceipt:
-        raise TransferFailed(f"this channel carries nothing, and not {groups}")
+        ((remote, length),) = [(int(puts.remote[0]), int(puts.lengths[0])) for puts in groups]
+        self.written.append((remote, length))
+        await self.may_write.wait()
+        if self.broken is not None:
+            raise self.broken
+        return WriteReceipt(length, 1, 0.0, 0.25)
 
     async def close(self) -> None:
         self.closing.set()
@@ -84,7 +99,8 @@ class Prefill:
     def __init__(self) -> None:
         self.transport = FakeTransport()
         self.lost: list[Instance] = []
-        self.receivers = Receivers(LAYOUT, self.transport, self._note, dial_plain)
+        self.canaries = CanaryMemory(LAYOUT.page_bytes)
+        self.receivers = Receivers(LAYOUT, self.transport, self.canaries, self._note, dial_plain)
 
     def _note(self, instance: Instance, error: PeerLost) -> None:
         assert error.metadata["peer"] in (HERE, THERE)
@@ -93,7 +109,7 @@ class Prefill:
     async def register(
         self, instance: Instance, address: str = HERE, data_address: bytes = b"", layout: KvLayout = LAYOUT
     ) -> Receiver:
-        return await self.receivers.register(instance, address, layout, POOL, data_address)
+        return await self.receivers.register(instance, address, layout, POOL, CANARIES, data_address)
 
     @property
     def open_channels(self) -> list[FakeChannel]:
@@ -187,9 +203,9 @@ async def test_dropping_a_replaced_registration_does_not_touch_its_successor(pre
 async def test_only_registrations_that_nobody_holds_run_out(prefill: Prefill) -> None:
     unheld, held = await prefill.register(FIRST), await prefill.register(OTHER, THERE)
     held.held = True
-    await prefill.receivers.drop_unheld(unheld.registered_at + UNHELD_S)
+    await prefill.receivers.drop_unheld(unheld.registered_at + beats.patience_s())
     assert prefill.lost == []
-    await prefill.receivers.drop_unheld(held.registered_at + UNHELD_S + 0.1)
+    await prefill.receivers.drop_unheld(held.registered_at + beats.patience_s() + 0.1)
     assert prefill.lost == [FIRST]
     assert prefill.receivers.get(OTHER) is held
 
@@ -220,6 +236,56 @@ async def test_registrations_at_the_same_time_leave_one_and_no_open_channel_of_a
     current = [receiver for receiver in registered if prefill.receivers.is_current(receiver)]
     assert len(current) == 1
     assert prefill.open_channels == [current[0].channel]
+
+
+# --- canaries ---
+
+
+async def test_a_canary_is_one_page_written_into_the_page_that_was_asked_for(prefill: Prefill) -> None:
+    receiver = await prefill.register(FIRST)
+    canary = await prefill.receivers.send_canary(receiver, 1, SEED)
+    assert prefill.transport.channels[0].written == [(131072 + LAYOUT.page_bytes, LAYOUT.page_bytes)]
+    assert canary.took_s == 0.25
+    assert [peer.canary for peer in prefill.receivers.peers([])] == [canary]
+
+
+async def test_a_canary_page_that_was_not_offered_is_refused_and_harms_nothing(prefill: Prefill) -> None:
+    receiver = await prefill.register(FIRST)
+    with pytest.raises(PagesInvalid):
+        await prefill.receivers.send_canary(receiver, CANARIES.num_pages, SEED)
+    assert prefill.transport.channels[0].written == []
+    assert prefill.receivers.is_current(receiver)
+
+
+@pytest.mark.parametrize("broken", [TransferFailed("no route"), PeerLost("gone")], ids=str)
+async def test_a_canary_that_cannot_be_written_ends_the_registration(prefill: Prefill, broken: PdError) -> None:
+    receiver = await prefill.register(FIRST)
+    prefill.transport.channels[0].broken = broken
+    with pytest.raises(TransferFailed, match=broken.message):
+        await prefill.receivers.send_canary(receiver, 0, SEED)
+    assert prefill.lost == [FIRST]
+    assert prefill.open_channels == []
+
+
+async def test_a_canary_whose_caller_is_gone_keeps_its_page_until_it_is_written(prefill: Prefill) -> None:
+    receiver = await prefill.register(FIRST)
+    (channel,) = prefill.transport.channels
+    channel.may_write.clear()
+    at_once = prefill.canaries.num_pages
+    sends = [asyncio.create_task(prefill.receivers.send_canary(receiver, 0, SEED)) for _ in range(at_once + 1)]
+    await turns()
+    assert len(channel.written) == at_once, "the last one waits for its turn"
+    sends[0].cancel()
+    await turns()
+    assert len(channel.written) == at_once, "the page is still read by a write that nobody waits for"
+    channel.may_write.set()
+    await soon(asyncio.gather(*sends[1:]))
+    assert len(channel.written) == at_once + 1
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pd_common.control import convert
 from pd_common.errors import PeerLost
 from pd_common.types import BootstrapRoom
 from services.decode import prefills
-from services.decode.prefills import Prefill
+from services.decode.pairing import Prefill
 from tests.services.byte_engine import Gate
 from tests.services.pair import Pair, running, soon, turns, until
 from tests.services.tap import held

@@ -19,9 +19,8 @@ from pd_common.errors import (
 )
 from pd_common.generation import ChatMessage, ClientRequest, Output, SamplingParams
 from pd_common.telemetry import spans
-from pd_common.types import BootstrapRoom, Role
+from pd_common.types import BootstrapAddress, BootstrapRoom, Role
 from services.router.dispatch import Dispatcher
-from services.router.policy import LeastRooms
 from tests.control.fake_rooms import MODEL
 from tests.services.engine_server import (
     Cluster,
@@ -66,7 +65,7 @@ async def decode(cluster: Cluster) -> EngineServer:
 
 @pytest.fixture
 async def dispatcher(cluster: Cluster) -> AsyncIterator[Dispatcher]:
-    dispatcher = Dispatcher(LeastRooms(cluster.prefills, cluster.decodes))
+    dispatcher = Dispatcher(cluster.policy)
     yield dispatcher
     await dispatcher.close()
 
@@ -127,6 +126,19 @@ async def test_both_legs_get_the_same_request_and_decodes_answer_is_relayed(
     await dispatcher.close()
     assert nothing_aborted(cluster)
     assert [worker.open_rooms for worker in cluster.workers] == [0, 0]
+
+
+async def test_decode_is_sent_to_the_directory_that_prefill_has_registered_with(
+    cluster: Cluster, dispatcher: Dispatcher, prefill: EngineServer, decode: EngineServer
+) -> None:
+    (worker,), directory = cluster.prefills, BootstrapAddress("prefill-0.svc", 8998)
+    assert worker.model is not None
+    worker.model = replace(worker.model, bootstrap=directory)
+    answer = Answer(dispatcher.generate(REQUEST))
+    to_prefill, to_decode = await prefill.next_request(), await decode.next_request()
+    assert to_prefill.bootstrap == to_decode.bootstrap == directory
+    decode.publish(ending(to_decode.room))
+    await answer.whole()
 
 
 async def test_requests_do_not_see_each_others_answers(
@@ -269,13 +281,13 @@ async def test_a_process_that_dies_fails_its_rooms_and_is_used_again_when_it_is_
         await answer.whole()
     assert (await other.next_abort())[0] == ROOM
     assert not dispatcher.is_ready
-    with pytest.raises(NoWorkers, match=rf"no usable {dying.value}: 127.0.0.1:{dead.port}: "):
+    with pytest.raises(NoWorkers, match=rf"no usable pair: 127.0.0.1:{dead.port}: "):
         await anext(dispatcher.generate(REQUEST))
 
     await dead.start()
     await until_live(worker, cluster.changed)
-    assert not worker.is_usable
-    worker.proven = True
+    assert not dispatcher.is_ready
+    cluster.prove_all()
     again = Answer(dispatcher.generate(REQUEST))
     room = (await prefill.next_request()).room
     await decode.next_request()

@@ -1,25 +1,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pd.v1 import generation_pb2
 
-from pd_common.control.clients import Connection, dial_plain
+from pd_common.control import beats, server
+from pd_common.control.connection import Connection, dial_plain
+from pd_common.control.generation_servicer import EngineGenerationServicer
+from pd_common.control.outputs import OutputHub
+from pd_common.control.rooms import Call
 from pd_common.control.server import ControlServer
-from pd_common.errors import CapacityExceeded, InvalidRequest, NoWorkers, TransferFailed
-from pd_common.generation import ClientRequest, SamplingParams
+from pd_common.errors import CapacityExceeded, InvalidRequest, NoWorkers, PdError, PeerLost, TransferFailed
+from pd_common.generation import ClientRequest, Output, SamplingParams
 from pd_common.types import BootstrapAddress, BootstrapRoom, Role
 from services.router.dispatch import Dispatcher
-from services.router.policy import LeastRooms
+from services.router.policy import LeastRooms, Pair
 from services.router.probe import Prober
 from services.router.worker import Worker
-from tests.control.fake_rooms import MODEL
-from tests.control.serving import LOOPBACK
-from tests.services.engine_server import Cluster, EngineServer, ending, piece, soon
+from tests.control.fake_rooms import MODEL, FakeModel, FakeRooms
+from tests.control.serving import LOOPBACK, serving
+from tests.services.engine_server import Cluster, EngineServer, ending, piece, prove, soon, until_live, until_lost
 
 ROOM = BootstrapRoom(1)
 REQUEST = ClientRequest(prompt=(1, 2, 3), sampling=SamplingParams(max_new_tokens=4))
@@ -30,7 +34,7 @@ class Router:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.policy = LeastRooms(cluster.prefills, cluster.decodes)
+        self.policy = cluster.policy
         self.dispatcher = Dispatcher(self.policy)
         self.control = ControlServer([])
 
@@ -99,20 +103,44 @@ async def test_the_worker_with_the_fewest_rooms_is_picked_and_the_first_among_eq
     cluster.prefills[0].open(ROOM, lambda _: None)
     pair = policy.pick(None)
     assert (pair.prefill, pair.decode) == (cluster.prefills[1], cluster.decodes[0])
+    cluster.decodes[0].open(ROOM, lambda _: None)
+    pair = policy.pick(None)
+    assert (pair.prefill, pair.decode) == (cluster.prefills[1], cluster.decodes[1])
     cluster.prefills[0].close(ROOM)
+    cluster.decodes[0].close(ROOM)
     assert policy.pick(None).prefill is cluster.prefills[0]
 
 
-async def test_a_worker_that_is_not_proven_is_not_picked(make: Make) -> None:
-    router = await make(2, 1)
+async def test_only_a_pair_that_is_proven_is_picked_however_few_rooms_others_have(make: Make) -> None:
+    router = await make(2, 2)
     cluster, policy = router.cluster, router.policy
-    cluster.prefills[1].proven = cluster.decodes[0].proven = True
-    assert policy.pick(None).prefill is cluster.prefills[1]
-    with pytest.raises(NoWorkers, match=f"no usable prefill: {cluster.prefills[0].address.target}: not proven yet"):
-        policy.pick(cluster.prefills[0].address)
-    cluster.decodes[0].proven = False
-    with pytest.raises(NoWorkers, match="no usable decode"):
+    unproven, proven, *_ = policy.pairs
+    with pytest.raises(NoWorkers, match="no usable pair"):
         policy.pick(None)
+    prove(proven)
+    for worker in (proven.prefill, proven.decode):
+        worker.open(ROOM, lambda _: None)
+    assert policy.pick(None) is proven
+    other = cluster.prefills[1].address
+    with pytest.raises(NoWorkers, match=f"no usable pair: {other.target} with .*: not proven yet"):
+        policy.pick(other)
+    assert str(unproven) in router.dispatcher.not_ready_reason()
+    assert str(proven) not in router.dispatcher.not_ready_reason()
+
+
+async def test_what_was_shown_for_one_life_does_not_hold_for_the_next(make: Make) -> None:
+    router = await make(1, 1)
+    (pair,), (decode,) = router.policy.pairs, router.cluster.decode_servers
+    before = pair.lives
+    assert before is not None
+    await decode.stop()
+    await until_lost(pair.decode, router.cluster.changed)
+    assert not pair.needs_probe, "nobody is there to be probed"
+    await decode.start()
+    await until_live(pair.decode, router.cluster.changed)
+    pair.note_probe(before, None)  # a probe that ends late
+    assert not pair.is_proven
+    assert pair.needs_probe
 
 
 async def test_a_prefill_can_be_asked_for_by_its_address(make: Make) -> None:
@@ -135,9 +163,8 @@ async def test_without_workers_the_error_says_what_is_the_matter_with_each() -> 
     dispatcher = Dispatcher(LeastRooms([prefill], [decode]))
     assert not dispatcher.is_ready
     assert dispatcher.not_ready_reason() == "p:1: not connected yet; d:2: not connected yet"
-    with pytest.raises(NoWorkers, match="no usable prefill: p:1: not connected yet") as raised:
+    with pytest.raises(NoWorkers, match="no usable pair: p:1: not connected yet; d:2: not connected yet"):
         await anext(dispatcher.generate(REQUEST))
-    assert raised.value.metadata == {"role": "prefill"}
     calls: list[Any] = [dispatcher.model(), dispatcher.tokenize_text("a")]
     for call in calls:
         with pytest.raises(NoWorkers, match="d:2: not connected yet"):
@@ -164,12 +191,27 @@ async def test_the_router_is_ready_only_when_a_real_room_has_gone_through(make: 
     assert router.dispatcher.is_ready
 
 
-async def test_every_worker_is_proven(make: Make) -> None:
+async def test_every_pair_is_proven_by_a_room_of_its_own(make: Make) -> None:
     router = await make(2, 3)
     answer_all(*router.cluster.decode_servers)
     router.probe()
     assert await router.next_health() is True
-    await soon(_all_usable(router))
+    await soon(_all_proven(router.policy.pairs))
+    assert [prefill.rooms.submitted.qsize() for prefill in router.cluster.prefill_servers] == [3, 3]
+
+
+async def test_no_more_than_eight_pairs_are_probed_at_a_time_and_all_get_their_turn(make: Make) -> None:
+    router = await make(3, 4)
+    decodes = router.cluster.decode_servers
+    router.probe()
+    asked = [await soon(_any_request(decodes)) for _ in range(8)]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(_any_request(decodes), 0.1)
+    for decode, room in asked:
+        decode.publish(ending(room))
+    for decode, room in [await soon(_any_request(decodes)) for _ in range(4)]:
+        decode.publish(ending(room))
+    await soon(_all_proven(router.policy.pairs))
 
 
 async def test_losing_the_last_worker_of_a_role_is_not_ready_until_it_is_proven_again(make: Make) -> None:
@@ -193,7 +235,7 @@ async def test_a_probe_that_fails_says_why_and_is_tried_again(make: Make) -> Non
     (decode,) = router.cluster.decode_servers
     router.probe()
     probe = await decode.next_request()
-    decode.publish(replace(ending(probe.room), finish=None, usage=None, error=TransferFailed("no route to memory")))
+    decode.publish(failed(probe.room, TransferFailed("no route to memory")))
     second = await decode.next_request()
     assert second.room != probe.room
     assert "no route to memory" in router.dispatcher.not_ready_reason()
@@ -209,8 +251,8 @@ async def test_a_worker_that_came_back_is_not_described_by_its_old_trouble(make:
     await decode.start()
     router.probe()
     await decode.next_request()
-    target = decode.address.target
-    assert f"{target}: not proven yet" in router.dispatcher.not_ready_reason()
+    (pair,) = router.policy.pairs
+    assert router.dispatcher.not_ready_reason() == f"{pair}: not proven yet"
 
 
 async def test_one_broken_worker_does_not_keep_the_others_from_being_proven(make: Make) -> None:
@@ -221,10 +263,54 @@ async def test_one_broken_worker_does_not_keep_the_others_from_being_proven(make
     answer_all(router.cluster.decode_servers[1])
     router.probe()
     assert await router.next_health() is True
-    assert router.cluster.prefills[1].is_usable
-    assert router.cluster.decodes[1].is_usable
-    assert not router.cluster.prefills[0].is_usable
-    assert not router.cluster.decodes[0].is_usable
+    *broken_pairs, whole = router.policy.pairs
+    assert whole.is_proven
+    assert not any(pair.is_proven for pair in broken_pairs)
+    assert router.policy.pick(None) is whole
+    reason = router.dispatcher.not_ready_reason()
+    await soon(_all_said(router, [f"{pair}: the probe failed: always full" for pair in broken_pairs]))
+    assert str(whole) not in reason
+
+
+async def test_one_pair_that_hangs_does_not_keep_others_from_being_tried_again(make: Make) -> None:
+    router = await make(1, 2)
+    silent, failing = router.cluster.decode_servers
+    router.probe()
+    await silent.next_request()
+    for _ in range(2):
+        probe = await failing.next_request()
+        failing.publish(failed(probe.room, TransferFailed("no route to memory")))
+    failing.publish(ending((await failing.next_request()).room))
+    assert await router.next_health() is True
+
+
+async def test_a_pair_through_which_a_room_has_failed_is_probed_again_before_it_is_used(make: Make) -> None:
+    router = await make(1, 2)
+    first, second = router.cluster.decode_servers
+    router.probe()
+    for decode in (first, second):
+        decode.publish(ending((await decode.next_request()).room))
+    await soon(_all_proven(router.policy.pairs))
+    request = asyncio.create_task(_all_of(router, REQUEST))
+    room = (await first.next_request()).room
+    first.publish(failed(room, TransferFailed("no route to memory")))
+    with pytest.raises(TransferFailed, match="no route to memory"):
+        await soon(request)
+    assert router.policy.pick(None).decode.address == second.address
+    first.publish(ending((await first.next_request()).room))
+    await soon(_all_proven(router.policy.pairs))
+    assert router.policy.pick(None).decode.address == first.address
+
+
+async def test_a_room_that_fails_by_its_own_fault_is_no_reason_to_doubt_the_pair(make: Make) -> None:
+    router = await make(1, 1)
+    router.cluster.prove_all()
+    (decode,) = router.cluster.decode_servers
+    request = asyncio.create_task(_all_of(router, REQUEST))
+    decode.publish(failed((await decode.next_request()).room, CapacityExceeded("too long")))
+    with pytest.raises(CapacityExceeded):
+        await soon(request)
+    assert router.dispatcher.is_ready
 
 
 async def test_a_request_may_use_the_pair_that_was_proven_while_another_is_probed(make: Make) -> None:
@@ -241,8 +327,72 @@ async def test_a_request_may_use_the_pair_that_was_proven_while_another_is_probe
     assert await soon(request) == [ending(room)]
 
 
-async def _all_usable(router: Router) -> None:
-    while not all(worker.is_usable for worker in router.cluster.workers):  # noqa: ASYNC110  nothing tells of it
+# --- workers that say nothing ---
+
+
+@pytest.fixture
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beats, "BEAT_S", 0.02)
+
+
+@pytest.mark.usefixtures("quick_beats")
+async def test_a_worker_that_has_nothing_to_say_is_live_as_long_as_it_beats(make: Make) -> None:
+    router = await make(1, 1)
+    lives = router.policy.pairs[0].lives
+    await asyncio.sleep(3 * beats.patience_s())
+    assert router.policy.pairs[0].lives == lives
+
+
+class Mute(EngineGenerationServicer):
+    """The subscription stands, and that is the last word; no call breaks."""
+
+    async def StreamOutputs(  # noqa: N802  as gRPC names it
+        self,
+        request: generation_pb2.StreamOutputsRequest,  # noqa: ARG002
+        context: Call,  # noqa: ARG002
+    ) -> AsyncIterator[generation_pb2.StreamOutputsResponse]:
+        yield generation_pb2.StreamOutputsResponse()
+        await asyncio.Event().wait()
+
+
+@pytest.mark.usefixtures("quick_beats")
+async def test_a_worker_that_beats_no_more_is_lost_with_its_rooms() -> None:
+    hub, changed = OutputHub(), asyncio.Event()
+    async with serving(server.generation(Mute(FakeRooms(hub), hub, FakeModel()))) as connection:
+        host, port = connection.address.split(":")
+        worker = Worker(Role.DECODE, BootstrapAddress(host, int(port)), changed, dial_plain)
+        running = asyncio.create_task(worker.run())
+        outputs: asyncio.Queue[Output] = asyncio.Queue()
+        worker.open(ROOM, outputs.put_nowait)
+        await until_live(worker, changed)
+        error = (await soon(outputs.get())).error
+        assert isinstance(error, PeerLost)
+        assert "no beat for 0.1 s" in error.message
+        assert not worker.is_live
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await worker.stop()
+
+
+def failed(room: BootstrapRoom, error: PdError) -> Output:
+    return Output(room, error=error)
+
+
+async def _any_request(servers: Sequence[EngineServer]) -> tuple[EngineServer, BootstrapRoom]:
+    while True:
+        for engine in servers:
+            if not engine.rooms.submitted.empty():
+                return engine, engine.rooms.submitted.get_nowait()[0].room
+        await asyncio.sleep(0.001)
+
+
+async def _all_proven(pairs: Sequence[Pair]) -> None:
+    while not all(pair.is_proven for pair in pairs):  # noqa: ASYNC110  nothing tells of it
+        await asyncio.sleep(0)
+
+
+async def _all_said(router: Router, texts: Sequence[str]) -> None:
+    while not all(text in router.dispatcher.not_ready_reason() for text in texts):  # noqa: ASYNC110  as above
         await asyncio.sleep(0)
 
 

@@ -10,7 +10,8 @@ import pytest
 from pd.v1 import generation_pb2, generation_pb2_grpc
 
 from pd_common.control import convert, convert_generation, server
-from pd_common.control.clients import Connection, GenerationClient
+from pd_common.control.connection import Connection
+from pd_common.control.generation_client import GenerationClient
 from pd_common.errors import InvalidRequest, NoWorkers
 from pd_common.generation import ChatMessage, ClientRequest, SamplingParams
 from pd_common.types import BootstrapAddress, BootstrapRoom
@@ -68,6 +69,13 @@ async def test_everything_a_client_may_state_reaches_the_backend(backend: Script
             timeout_s=2.5,
         )
     ]
+
+
+async def test_the_deadline_of_the_call_is_the_requests_too(backend: ScriptedBackend, stub: Any) -> None:
+    async for _ in stub.Generate(generation_pb2.GenerateRequest(input_ids=IDS), timeout=100.0):
+        pass
+    (request,) = backend.requests
+    assert 50 < request.timeout_s < 110
 
 
 async def test_a_failure_is_the_status_of_the_call(backend: ScriptedBackend, connection: Connection, stub: Any) -> None:

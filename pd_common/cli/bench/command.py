@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import click
@@ -16,11 +13,13 @@ from rich.console import Console
 from rich.status import Status
 
 from pd_common.cli.bench import table
+from pd_common.cli.bench.control.command import control
 from pd_common.cli.bench.ends import BACKENDS, RIVALS
 from pd_common.cli.bench.names import Names
 from pd_common.cli.bench.pair import Options
 from pd_common.cli.bench.paths import PathName
 from pd_common.cli.bench.rounds import Progress
+from pd_common.cli.bench.signals import sigterm_ends
 from pd_common.cli.bench.transfer import Plan, run
 from pd_common.cli.bench.work import Layout, Order, Work
 from pd_common.errors import CapacityExceeded
@@ -109,7 +108,7 @@ def transfer(context: click.Context, /, json_path: Path | None, **options: Any) 
     if options["quick"]:
         sources = {name: context.get_parameter_source(name) for name in _QUICK}
         options |= {name: value for name, value in _QUICK.items() if sources[name] is ParameterSource.DEFAULT}
-    with _sigterm_ends(), _progress() as progress:
+    with sigterm_ends(), _progress() as progress:
         try:
             result = run(_plan(options), progress)
         except CapacityExceeded as error:
@@ -142,15 +141,4 @@ def _progress() -> Iterator[Progress]:
         yield status.update
 
 
-@contextmanager
-def _sigterm_ends() -> Iterator[None]:
-    """Within this block SIGTERM unwinds as Ctrl-C does, so that children and namespaces go."""
-
-    def leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as signal handlers are called
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+bench.add_command(control)

@@ -6,11 +6,11 @@ import ctypes
 import importlib
 import importlib.metadata
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pd_common.addresses import own_address
 from pd_common.errors import TransportUnavailable
 
 _MODULE = "mooncake.engine"
@@ -72,13 +72,5 @@ def _free_engine(path: str) -> Callable[[int], int] | None:
 
 
 def own_host() -> str:
-    """Where peers reach this process: MC_TCP_BIND_ADDRESS, else the address from which this host reaches others."""
-    named = os.environ.get(_OWN_HOST)
-    if named:
-        return named
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: only the route is looked up
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+    """Where peers reach this process: MC_TCP_BIND_ADDRESS, else this host's own address, else loopback."""
+    return os.environ.get(_OWN_HOST) or own_address() or "127.0.0.1"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 
 from pd_common.errors import InternalError, PdError, TransferFailed
+from pd_common.threads import CallThread
 from pd_common.transport.handover import deliver, repeated
 from pd_common.transport.mooncake.engine import Engine, MooncakeError, Settings, pd_error
 from pd_common.transport.mooncake.write import Write
@@ -25,21 +27,33 @@ class Outbound:
         self._settings = settings
         self._target = target
         self._engine: Engine | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooncake")
+        self._thread = CallThread("mooncake")
         self._closing: Future[None] | None = None
 
     def write(self, write: Write) -> None:
         """Takes a write; its `done` is settled once nothing of it can move any more."""
         if self.error is not None:
             raise repeated(self.error)
-        self._thread.submit(self._step, write)
+        self._take(write)
 
     def close(self) -> Future[None]:
         """Writes on their way end after the batch that is posted; done when nothing is left of the connection."""
         self.error = self.error or TransferFailed("the channel was closed")
         if self._closing is None:
             self._closing = self._thread.submit(self._release)
+            self._thread.end()
         return self._closing
+
+    def _take(self, write: Write) -> None:
+        self._thread.submit(partial(self._step, write)).add_done_callback(partial(self._not_taken, write))
+
+    def _not_taken(self, write: Write, step: Future[None]) -> None:
+        """A step fails only with the thread, and that is the end of this connection; others have theirs."""
+        death = step.exception()
+        if death is not None:
+            error = TransferFailed(f"the connection has lost its thread: {death}")
+            self._break_off(error)
+            deliver(write.done, repeated(error))
 
     # --- the thread of this connection ---
 
@@ -57,7 +71,7 @@ class Outbound:
         elif finished:
             deliver(write.done, write.receipt())
         else:
-            self._thread.submit(self._step, write)
+            self._take(write)
 
     def _advance(self, write: Write) -> bool:
         """Writes one batch; whether there is none left."""
@@ -76,7 +90,6 @@ class Outbound:
 
     def _release(self) -> None:
         self._close_engine()
-        self._thread.shutdown(wait=False)  # from here, so that no step can come too late for it
 
     def _close_engine(self) -> None:
         if self._engine is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pd_common.aio import for_ever
 from pd_common.errors import InternalError, PeerLost, TransferFailed, TransportUnavailable
 from pd_common.transport.base import MemoryRegion, Puts, TransportInfo, WriteReceipt
 from pd_common.transport.handover import repeated
@@ -94,7 +95,7 @@ class MooncakeTransport:
 
     async def watch(self) -> None:
         """No defect breaks all engines at once."""
-        await asyncio.Event().wait()
+        await for_ever()
 
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self._channels), *(port.fence() for port in self._ports))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from pd_common.errors import InternalError, PdError, TransferFailed
+from pd_common.threads import run_into, watch_thread
 from pd_common.transport.base import MemoryRegion
-from pd_common.transport.handover import run_into
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,7 +56,8 @@ class NixlThread:
         self._stopped: PdError | None = None
         self._stopping = False
         self.died: Future[None] = Future()
-        """Done only with the defect that ended the thread."""
+        """Done only with what ended the thread."""
+        self._round_began = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -80,6 +82,10 @@ class NixlThread:
         self.submit(end)
         self._thread.join()
 
+    async def watch(self) -> None:
+        """As `watch_thread`."""
+        await watch_thread("NIXL", self.died, lambda: self._round_began)
+
     @property
     def closed(self) -> bool:
         """Whether it has ended as it should, with everything released."""
@@ -102,9 +108,9 @@ class NixlThread:
         try:
             while not self._stopping:
                 self._round()
-        except Exception as defect:  # noqa: BLE001 - a defect on this thread must reach all who wait
+        except BaseException as defect:  # noqa: BLE001 - whatever ends this thread must reach all who wait
             _log.exception("the NIXL thread died")
-            error = InternalError(f"the NIXL thread died: {defect}")
+            error = InternalError(f"the NIXL thread died: {type(defect).__name__}: {defect}")
             self.died.set_exception(error)
         with self._lock:
             self._stopped = error
@@ -114,6 +120,7 @@ class NixlThread:
             command()
 
     def _round(self) -> None:
+        self._round_began = time.monotonic()
         waiting = any(driven.waiting for driven in self.driven)
         command = self._next(self._pause_s if waiting else _IDLE_S)
         idle = command is None and not waiting

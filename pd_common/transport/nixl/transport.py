@@ -86,7 +86,7 @@ class NixlTransport:
         return channel
 
     async def watch(self) -> None:
-        await asyncio.shield(asyncio.wrap_future(self._thread.died))
+        await self._thread.watch()
 
     async def close(self) -> None:
         if not self._thread.closed:

@@ -18,7 +18,8 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from pd_common.errors import InternalError, PdError, TransferFailed
-from pd_common.transport.handover import run_into, settle
+from pd_common.threads import run_into, watch_thread
+from pd_common.transport.handover import settle
 from pd_common.transport.ucx.interface import Worker
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ class ProgressThread:
         self._stopped: PdError | None = None
         self._stopping = False
         self.died: Future[None] = Future()
-        """Done only with the defect that ended the thread."""
+        """Done only with what ended the thread."""
+        self._round_began = time.monotonic()
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
@@ -92,6 +94,10 @@ class ProgressThread:
 
         self.submit(end)
         self._thread.join()
+
+    async def watch(self) -> None:
+        """As `watch_thread`."""
+        await watch_thread("UCX progress", self.died, lambda: self._round_began)
 
     @property
     def closed(self) -> bool:
@@ -128,9 +134,9 @@ class ProgressThread:
         try:
             while not self._stopping:
                 self._round()
-        except Exception as defect:  # noqa: BLE001 - a defect on this thread must reach all who wait
+        except BaseException as defect:  # noqa: BLE001 - whatever ends this thread must reach all who wait
             _log.exception("the UCX progress thread died")
-            error = InternalError(f"the UCX progress thread died: {defect}")
+            error = InternalError(f"the UCX progress thread died: {type(defect).__name__}: {defect}")
             self.died.set_exception(error)
         with self._lock:
             self._stopped = error
@@ -143,6 +149,7 @@ class ProgressThread:
         os.close(self._wake_fd)
 
     def _round(self) -> None:
+        self._round_began = time.monotonic()
         while self._commands:
             self._commands.popleft()()
         for fd, last in tuple(self._hot.items()):

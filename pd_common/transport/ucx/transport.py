@@ -128,7 +128,7 @@ class UcxTransport:
         return True
 
     async def watch(self) -> None:
-        await asyncio.shield(asyncio.wrap_future(self._thread.died))
+        await self._thread.watch()
 
     async def close(self) -> None:
         if self._thread.closed:

@@ -114,14 +114,16 @@ class BootstrapServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RegisterDpRank(self, request, context):
-        """Tells which data-parallel rank has a room, when that does not follow from the room. Entries expire.
+        """Tells which data-parallel rank has a room: that never follows from the room. Entries expire.
+        Errors: INVALID_ARGUMENT/INVALID_REQUEST for a rank outside the grid, UNAVAILABLE/TOPOLOGY_INCOMPLETE while no rank has registered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def QueryDpRanks(self, request, context):
-        """Asks for the data-parallel ranks of many rooms at once; rooms not known are left out of the answer.
+        """Asks for the data-parallel ranks of many rooms at once, at most 10000; rooms not known are left out of the answer.
+        Errors: INVALID_ARGUMENT/INVALID_REQUEST for more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,9 +47,13 @@ class BootstrapStub:
     WatchTopology: _grpc.UnaryStreamMultiCallable[_bootstrap_pb2.WatchTopologyRequest, _bootstrap_pb2.WatchTopologyResponse]
     """The topology now, if it is complete, and again after every change."""
     RegisterDpRank: _grpc.UnaryUnaryMultiCallable[_bootstrap_pb2.RegisterDpRankRequest, _bootstrap_pb2.RegisterDpRankResponse]
-    """Tells which data-parallel rank has a room, when that does not follow from the room. Entries expire."""
+    """Tells which data-parallel rank has a room: that never follows from the room. Entries expire.
+    Errors: INVALID_ARGUMENT/INVALID_REQUEST for a rank outside the grid, UNAVAILABLE/TOPOLOGY_INCOMPLETE while no rank has registered.
+    """
     QueryDpRanks: _grpc.UnaryUnaryMultiCallable[_bootstrap_pb2.QueryDpRanksRequest, _bootstrap_pb2.QueryDpRanksResponse]
-    """Asks for the data-parallel ranks of many rooms at once; rooms not known are left out of the answer."""
+    """Asks for the data-parallel ranks of many rooms at once, at most 10000; rooms not known are left out of the answer.
+    Errors: INVALID_ARGUMENT/INVALID_REQUEST for more.
+    """
 
 @_typing.type_check_only
 class BootstrapAsyncStub(BootstrapStub):
@@ -70,9 +74,13 @@ class BootstrapAsyncStub(BootstrapStub):
     WatchTopology: _aio.UnaryStreamMultiCallable[_bootstrap_pb2.WatchTopologyRequest, _bootstrap_pb2.WatchTopologyResponse]  # type: ignore[assignment]
     """The topology now, if it is complete, and again after every change."""
     RegisterDpRank: _aio.UnaryUnaryMultiCallable[_bootstrap_pb2.RegisterDpRankRequest, _bootstrap_pb2.RegisterDpRankResponse]  # type: ignore[assignment]
-    """Tells which data-parallel rank has a room, when that does not follow from the room. Entries expire."""
+    """Tells which data-parallel rank has a room: that never follows from the room. Entries expire.
+    Errors: INVALID_ARGUMENT/INVALID_REQUEST for a rank outside the grid, UNAVAILABLE/TOPOLOGY_INCOMPLETE while no rank has registered.
+    """
     QueryDpRanks: _aio.UnaryUnaryMultiCallable[_bootstrap_pb2.QueryDpRanksRequest, _bootstrap_pb2.QueryDpRanksResponse]  # type: ignore[assignment]
-    """Asks for the data-parallel ranks of many rooms at once; rooms not known are left out of the answer."""
+    """Asks for the data-parallel ranks of many rooms at once, at most 10000; rooms not known are left out of the answer.
+    Errors: INVALID_ARGUMENT/INVALID_REQUEST for more.
+    """
 
 class BootstrapServicer(metaclass=_abc_1.ABCMeta):
     """Who is there: the directory of a prefill service's ranks. Served by prefill, by default on port 8998."""
@@ -126,7 +134,9 @@ class BootstrapServicer(metaclass=_abc_1.ABCMeta):
         request: _bootstrap_pb2.RegisterDpRankRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_bootstrap_pb2.RegisterDpRankResponse, _abc.Awaitable[_bootstrap_pb2.RegisterDpRankResponse]]:
-        """Tells which data-parallel rank has a room, when that does not follow from the room. Entries expire."""
+        """Tells which data-parallel rank has a room: that never follows from the room. Entries expire.
+        Errors: INVALID_ARGUMENT/INVALID_REQUEST for a rank outside the grid, UNAVAILABLE/TOPOLOGY_INCOMPLETE while no rank has registered.
+        """
 
     @_abc_1.abstractmethod
     def QueryDpRanks(
@@ -134,6 +144,8 @@ class BootstrapServicer(metaclass=_abc_1.ABCMeta):
         request: _bootstrap_pb2.QueryDpRanksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_bootstrap_pb2.QueryDpRanksResponse, _abc.Awaitable[_bootstrap_pb2.QueryDpRanksResponse]]:
-        """Asks for the data-parallel ranks of many rooms at once; rooms not known are left out of the answer."""
+        """Asks for the data-parallel ranks of many rooms at once, at most 10000; rooms not known are left out of the answer.
+        Errors: INVALID_ARGUMENT/INVALID_REQUEST for more.
+        """
 
 def add_BootstrapServicer_to_server(servicer: BootstrapServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

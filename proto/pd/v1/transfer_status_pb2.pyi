@@ -81,12 +81,14 @@ class ListTransfersRequest(_message.Message):
     def __init__(self, states: _Optional[_Iterable[_Union[_types_pb2.TransferState, str]]] = ..., peer_instance_id: _Optional[str] = ..., older_than: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class ListTransfersResponse(_message.Message):
-    __slots__ = ("transfers", "next_page_token")
+    __slots__ = ("transfers", "next_page_token", "sequence")
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     transfers: _containers.RepeatedCompositeFieldContainer[_types_pb2.Transfer]
     next_page_token: str
-    def __init__(self, transfers: _Optional[_Iterable[_Union[_types_pb2.Transfer, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+    sequence: int
+    def __init__(self, transfers: _Optional[_Iterable[_Union[_types_pb2.Transfer, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class WatchTransfersRequest(_message.Message):
     __slots__ = ("after_sequence",)

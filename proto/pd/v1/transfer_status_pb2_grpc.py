@@ -100,7 +100,10 @@ class TransferStatusServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchTransfers(self, request, context):
-        """Every change after a sequence number, as it happens.
+        """Every change after a sequence number, as it happens. A watcher that falls behind gets each room as it is by then, with every
+        step in its timeline. Numbers of an earlier life of the process are below those of this one.
+        Errors: INVALID_ARGUMENT/INVALID_REQUEST when rooms that changed after that number are no longer on record, also on the way:
+        start again with 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,11 @@ class TransferStatusStub:
     ListTransfers: _grpc.UnaryUnaryMultiCallable[_transfer_status_pb2.ListTransfersRequest, _transfer_status_pb2.ListTransfersResponse]
     """Rooms that match, oldest change first."""
     WatchTransfers: _grpc.UnaryStreamMultiCallable[_transfer_status_pb2.WatchTransfersRequest, _transfer_status_pb2.WatchTransfersResponse]
-    """Every change after a sequence number, as it happens."""
+    """Every change after a sequence number, as it happens. A watcher that falls behind gets each room as it is by then, with every
+    step in its timeline. Numbers of an earlier life of the process are below those of this one.
+    Errors: INVALID_ARGUMENT/INVALID_REQUEST when rooms that changed after that number are no longer on record, also on the way:
+    start again with 0.
+    """
     GetPool: _grpc.UnaryUnaryMultiCallable[_transfer_status_pb2.GetPoolRequest, _transfer_status_pb2.GetPoolResponse]
     """What the KV pool and the metadata slots are doing. With no room running everything is free or in quarantine."""
     ListQuarantine: _grpc.UnaryUnaryMultiCallable[_transfer_status_pb2.ListQuarantineRequest, _transfer_status_pb2.ListQuarantineResponse]
@@ -68,7 +72,11 @@ class TransferStatusAsyncStub(TransferStatusStub):
     ListTransfers: _aio.UnaryUnaryMultiCallable[_transfer_status_pb2.ListTransfersRequest, _transfer_status_pb2.ListTransfersResponse]  # type: ignore[assignment]
     """Rooms that match, oldest change first."""
     WatchTransfers: _aio.UnaryStreamMultiCallable[_transfer_status_pb2.WatchTransfersRequest, _transfer_status_pb2.WatchTransfersResponse]  # type: ignore[assignment]
-    """Every change after a sequence number, as it happens."""
+    """Every change after a sequence number, as it happens. A watcher that falls behind gets each room as it is by then, with every
+    step in its timeline. Numbers of an earlier life of the process are below those of this one.
+    Errors: INVALID_ARGUMENT/INVALID_REQUEST when rooms that changed after that number are no longer on record, also on the way:
+    start again with 0.
+    """
     GetPool: _aio.UnaryUnaryMultiCallable[_transfer_status_pb2.GetPoolRequest, _transfer_status_pb2.GetPoolResponse]  # type: ignore[assignment]
     """What the KV pool and the metadata slots are doing. With no room running everything is free or in quarantine."""
     ListQuarantine: _aio.UnaryUnaryMultiCallable[_transfer_status_pb2.ListQuarantineRequest, _transfer_status_pb2.ListQuarantineResponse]  # type: ignore[assignment]
@@ -114,7 +122,11 @@ class TransferStatusServicer(metaclass=_abc_1.ABCMeta):
         request: _transfer_status_pb2.WatchTransfersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_transfer_status_pb2.WatchTransfersResponse], _abc.AsyncIterator[_transfer_status_pb2.WatchTransfersResponse]]:
-        """Every change after a sequence number, as it happens."""
+        """Every change after a sequence number, as it happens. A watcher that falls behind gets each room as it is by then, with every
+        step in its timeline. Numbers of an earlier life of the process are below those of this one.
+        Errors: INVALID_ARGUMENT/INVALID_REQUEST when rooms that changed after that number are no longer on record, also on the way:
+        start again with 0.
+        """
 
     @_abc_1.abstractmethod
     def GetPool(

@@ -1,0 +1,32 @@
+"""The smallest model that an engine loads: the bench of the control plane computes nothing with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB_SIZE = 64
+CONTEXT_LENGTH = 512
+
+
+def write_model(directory: Path) -> None:
+    """One layer with random weights, without a tokenizer."""
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT_LENGTH,
+    )
+    config.save_pretrained(directory)
+    with torch.device("meta"):
+        shapes = LlamaForCausalLM(config).state_dict()
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in shapes.items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

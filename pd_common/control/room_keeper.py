@@ -1,0 +1,77 @@
+"""What the services of prefill and decode have in common: rooms on record, rooms that live, and how they are ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from typing import Generic, Protocol, TypeVar
+
+from pd_common.aio import RoomTask, Tasks, drain_tasks
+from pd_common.control.outputs import OutputHub
+from pd_common.errors import PdError
+from pd_common.generation import Output
+from pd_common.handoff.table import TransferTable
+from pd_common.types import BootstrapRoom, Instance
+
+_REAP_S = 0.1
+
+
+class LiveRoom(Protocol):
+    """A room that has not concluded."""
+
+    task: RoomTask | None
+
+
+R = TypeVar("R", bound=LiveRoom)
+
+
+class RoomKeeper(ABC, Generic[R]):
+    """The rooms of one process. A room lives until its task has concluded, perhaps long after its record is final."""
+
+    def __init__(self, instance: Instance, transfers: TransferTable, hub: OutputHub) -> None:
+        self.instance = instance
+        self.transfers = transfers
+        self._hub = hub
+        self._rooms: dict[BootstrapRoom, R] = {}
+        self._tasks = Tasks()
+        self._stopping = False
+
+    @abstractmethod
+    def abandon(self, room: BootstrapRoom, error: PdError) -> None:
+        """Ends a room; does not wait."""
+
+    @abstractmethod
+    async def tend(self, now: float) -> None:
+        """What else has to be done from time to time."""
+
+    async def reap(self) -> None:
+        """Ends what is overdue, by the clock alone (I7); ends only by cancellation."""
+        while True:
+            now = time.monotonic()
+            for room, error in self.transfers.overdue(now).items():
+                self.abandon(room, error)
+            await self.tend(now)
+            self.transfers.sweep(now)
+            await asyncio.sleep(_REAP_S)
+
+    async def watch(self) -> None:
+        """Raises InternalError when a room could not be concluded: what it holds is lost. Otherwise never ends."""
+        await self._tasks.watch()
+
+    async def close(self, drain_timeout_s: float) -> None:
+        """Takes no new room; lets the running ones end for a while, then ends them. Returns when all have concluded."""
+        self._stopping = True
+        await drain_tasks([room.task for room in self._rooms.values() if room.task is not None], drain_timeout_s)
+        await self._tasks.close()
+
+    def _fail(self, room: BootstrapRoom, error: PdError) -> None:
+        """For the record and for the client; an end that either has seen already stays as it is."""
+        self.transfers.fail(room, error, time.monotonic())
+        self._hub.publish([Output(room, error=error)])
+
+    def _stop(self, room: BootstrapRoom, error: PdError) -> None:
+        """The room's task concludes with this error, unless it does so already."""
+        live = self._rooms.get(room)
+        if live is not None and live.task is not None:
+            live.task.stop(error)
