@@ -61,6 +61,7 @@ class Runtime:
         for region in regions:
             transport.register(region)
         transfers = _new_table(role, rooms, instance)
+        process.spare_collector()
         return cls(
             instance, engine, _pool_of(engine), metadata, canaries, transport, regions, transfers, OutputHub(), tracing
         )

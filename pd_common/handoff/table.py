@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
-from typing import Final
+from typing import Final, TypedDict, Unpack
 
 from pd_common.errors import (
     AllocationConflict,
@@ -29,6 +29,18 @@ from pd_common.handoff.state import ALLOWED, Progress, Transfer, TransferState, 
 from pd_common.types import MAX_ROOM, BootstrapRoom, Instance, Role
 
 _NO_PROGRESS: Final = Progress()
+
+
+class _Changes(TypedDict, total=False):
+    """What else a change of a record may bring."""
+
+    rid: str
+    prompt_digest: bytes
+    deadline_s: float
+    offer: Offer
+    peer: Instance | None
+    progress: Progress
+    failure: PdError
 
 
 class TransferTable:
@@ -65,8 +77,8 @@ class TransferTable:
 
         """
         self._refuse_known(room)
-        record = replace(self._fresh(room, deadline_s, now), rid=rid, prompt_digest=prompt_digest)
-        return self._put(record, TransferState.BOOTSTRAPPING, now)
+        fresh = self._fresh(room, deadline_s, now)
+        return self._put(fresh, TransferState.BOOTSTRAPPING, now, rid=rid, prompt_digest=prompt_digest)
 
     def join_request(
         self, room: BootstrapRoom, *, rid: str, prompt_digest: bytes, deadline_s: float, now: float
@@ -82,8 +94,8 @@ class TransferTable:
         if known is None or known.state.is_final or known.rid is not None:
             return self.open(room, rid=rid, prompt_digest=prompt_digest, deadline_s=deadline_s, now=now)
         self._require_same_prompt(room, prompt_digest, known.prompt_digest, now)
-        record = replace(known, rid=rid, deadline_s=min(deadline_s, known.deadline_s))
-        return self._put(record, TransferState.WAITING_FOR_INPUT, now)
+        earlier_s = min(deadline_s, known.deadline_s)
+        return self._put(known, TransferState.WAITING_FOR_INPUT, now, rid=rid, deadline_s=earlier_s)
 
     def join_offer(self, room: BootstrapRoom, offer: Offer, *, deadline_s: float, now: float) -> Transfer:
         """Decode's leg of the room, on prefill. With the request there already the room is WAITING_FOR_INPUT.
@@ -99,17 +111,18 @@ class TransferTable:
         """
         known = self.find(room)
         if known is None:
-            fresh = self._fresh(room, deadline_s, now)
-            record = replace(fresh, offer=offer, peer=offer.receiver, prompt_digest=offer.prompt_digest)
-            return self._put(record, TransferState.BOOTSTRAPPING, now)
+            fresh, prompt = self._fresh(room, deadline_s, now), offer.prompt_digest
+            heard = TransferState.BOOTSTRAPPING
+            return self._put(fresh, heard, now, offer=offer, peer=offer.receiver, prompt_digest=prompt)
         if known.state is TransferState.FAILED:
             raise _aborted(known)
         if known.offer is not None:
             _require_same_offer(room, known.offer, offer)
             return known
         self._require_same_prompt(room, offer.prompt_digest, known.prompt_digest, now)
-        record = replace(known, offer=offer, peer=offer.receiver, deadline_s=min(deadline_s, known.deadline_s))
-        return self._put(record, TransferState.WAITING_FOR_INPUT, now)
+        earlier_s = min(deadline_s, known.deadline_s)
+        met = TransferState.WAITING_FOR_INPUT
+        return self._put(known, met, now, offer=offer, peer=offer.receiver, deadline_s=earlier_s)
 
     # --- moving ---
 
@@ -145,7 +158,7 @@ class TransferTable:
         merged = known.progress.merged(progress)
         if to is known.state and merged == known.progress and peer in (None, known.peer):
             return False
-        self._put(replace(known, progress=merged, peer=peer or known.peer), to, now)
+        self._put(known, to, now, progress=merged, peer=peer or known.peer)
         return True
 
     def heard(self, room: BootstrapRoom, reporter: Instance, sequence: int) -> bool:
@@ -169,14 +182,14 @@ class TransferTable:
         known = self.find(room)
         if known is None or known.state.is_final:
             return False
-        self._put(replace(known, failure=error), TransferState.FAILED, now)
+        self._put(known, TransferState.FAILED, now, failure=error)
         return True
 
     def abort(self, room: BootstrapRoom, error: PdError, now: float) -> bool:
         """Like `fail`, but a room that is not known yet is remembered as failed: its request will be refused."""
         if self.find(room) is not None:
             return self.fail(room, error, now)
-        self._put(replace(self._fresh(room, now, now), failure=error), TransferState.FAILED, now)
+        self._put(self._fresh(room, now, now), TransferState.FAILED, now, failure=error)
         return True
 
     def fail_peer(self, peer: Instance, error: PdError, now: float) -> list[Transfer]:
@@ -308,15 +321,16 @@ class TransferTable:
         state = TransferState.BOOTSTRAPPING
         return Transfer(room, self._role, state, self._sequence, now, now, deadline_s, ())
 
-    def _put(self, record: Transfer, to: TransferState, now: float) -> Transfer:
+    def _put(self, known: Transfer, to: TransferState, now: float, **changes: Unpack[_Changes]) -> Transfer:
         """The only place where a record enters the table or changes: numbers it and tells the listeners."""
-        before = self._by_change.pop(record.room, None)
+        before = self._by_change.pop(known.room, None)
         self._sequence += 1
-        record = replace(record, state=to, sequence=self._sequence, updated_s=now)
+        timeline = known.timeline
         if before is None or before.state is not to:
-            reason = record.failure.reason if record.failure else None
-            step = Transition(to, now, self._sequence, record.progress, reason)
-            record = replace(record, timeline=(*record.timeline, step))
+            progress, failure = changes.get("progress", known.progress), changes.get("failure")
+            reason = failure.reason if failure else None
+            timeline = (*timeline, Transition(to, now, self._sequence, progress, reason))
+        record = replace(known, state=to, sequence=self._sequence, updated_s=now, timeline=timeline, **changes)
         self._by_change[record.room] = record
         self._agenda.note(before, record)
         if to.is_final:

@@ -88,6 +88,8 @@ class RoomTrace:
 
     def enter(self, name: SpanName, **attributes: str | float) -> Span:
         """Begins a stage; attributes that become known later are set on the span."""
+        if not self._root.is_recording():
+            return self._root
         now = now_ns()
         if self._stage is not None:
             self._stage.end(now)
@@ -102,7 +104,8 @@ class RoomTrace:
 
     def record(self, name: SpanName, start_ns: int, end_ns: int, **attributes: str | float) -> None:
         """A child that is over already, beside the stages."""
-        start(name, self._room, self.context, start_ns=start_ns, **attributes).end(end_ns)
+        if self._root.is_recording():
+            start(name, self._room, self.context, start_ns=start_ns, **attributes).end(end_ns)
 
     def first_token(self) -> None:
         """Notes the time to first token, once."""

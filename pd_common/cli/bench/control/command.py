@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.status import Status
 
 from pd_common.cli.bench.control import peers
+from pd_common.cli.bench.control.handshakes import handshakes
 from pd_common.cli.bench.control.load import Load
 from pd_common.cli.bench.control.model import write_model
 from pd_common.cli.bench.control.processes import LOOPBACK, Service, running
@@ -26,7 +27,7 @@ from pd_common.types import BootstrapAddress
 _WARM_UP_ROOMS = 200
 _FLAGS = (
     *("--transfer-backend", "fake", "--threads", "1", "--kv-cache-tokens", "65536", "--max-running-requests", "512"),
-    *("--room-retention", "5", "--log-level", "info"),
+    *("--room-retention", "60", "--log-level", "info"),
 )
 
 
@@ -71,17 +72,19 @@ async def _measure(
             client = Load(at_prefill, at_decode)
             await client.start()
             status.update("the first room of a new pair")
-            first_s = await client.room()
-            usual_s = statistics.median(await client.back_to_back(_WARM_UP_ROOMS, 1))
+            first_s = (await client.room()).seconds
+            usual_s = statistics.median(times.seconds for times in await client.back_to_back(_WARM_UP_ROOMS, 1))
             status.update(f"{rooms} rooms back to back")
             throughput = await _throughput(client, (prefill, decode), rooms, at_once)
             status.update(f"{rate:g} rooms/s for {seconds:g} s")
-            at_rate = Latency.of(await client.at_rate(round(rate * seconds), rate))
+            paced = await client.at_rate(round(rate * seconds), rate)
+            handshake = Latency.of(await handshakes(at_prefill, paced))
             await client.stop()
             status.update(f"{count} simulated decodes")
             held = await peers.measure(prefill, at_prefill, count)
     first_contact_ms = 1e3 * (first_s - usual_s)
-    return Result(Machine.here(load, ()), first_contact_ms, throughput, rate, at_rate, held)
+    whole = Latency.of([times.seconds for times in paced])
+    return Result(Machine.here(load, ()), first_contact_ms, throughput, rate, handshake, whole, held)
 
 
 async def _address(service: Service) -> BootstrapAddress:
@@ -91,7 +94,7 @@ async def _address(service: Service) -> BootstrapAddress:
 async def _throughput(client: Load, pair: tuple[Service, Service], rooms: int, at_once: int) -> Throughput:
     cpu_s = [service.cpu_s for service in pair]
     own_s, began_s = time.process_time(), time.perf_counter()
-    latency = Latency.of(await client.back_to_back(rooms, at_once))
+    latency = Latency.of([times.seconds for times in await client.back_to_back(rooms, at_once)])
     took_s = time.perf_counter() - began_s
     prefill_ms, decode_ms = (
         1e3 * (service.cpu_s - before) / rooms for service, before in zip(pair, cpu_s, strict=True)

@@ -45,6 +45,15 @@ class Leg:
                     self.ends.pop(output.room).set_result(output.error)
 
 
+@dataclass(frozen=True, slots=True)
+class RoomTimes:
+    """When both legs were sent, in seconds since 1970, and how long until both sides had ended the room."""
+
+    room: BootstrapRoom
+    sent_s: float
+    seconds: float
+
+
 class Load:
     """A client of one pair. Nothing is generated beyond the first token."""
 
@@ -69,34 +78,34 @@ class Load:
         for connection in self._connections:
             await connection.close()
 
-    async def room(self) -> float:
-        """One room; gives the seconds from sending both legs until both sides have ended it.
+    async def room(self) -> RoomTimes:
+        """One room.
 
         Raises:
             PdError: the room failed.
 
         """
         request = make_request(BootstrapRoom(next(self._numbers)), self._bootstrap)
-        began_s = time.perf_counter()
+        sent_s, began_s = time.time(), time.perf_counter()
         ends = [leg.open(request.room) for leg in self._legs]
         await asyncio.gather(*(leg.submit(request) for leg in self._legs))
         for end in ends:
             if (error := await end) is not None:
                 raise error
-        return time.perf_counter() - began_s
+        return RoomTimes(request.room, sent_s, time.perf_counter() - began_s)
 
-    async def back_to_back(self, rooms: int, at_once: int) -> Sequence[float]:
-        """So many rooms, `at_once` of them at any time; the seconds of each."""
+    async def back_to_back(self, rooms: int, at_once: int) -> Sequence[RoomTimes]:
+        """So many rooms, `at_once` of them at any time."""
         left = itertools.repeat(None, rooms)
 
-        async def lane() -> list[float]:
+        async def lane() -> list[RoomTimes]:
             return [await self.room() for _ in left]
 
         lanes = await asyncio.gather(*(lane() for _ in range(at_once)))
-        return [seconds for lane in lanes for seconds in lane]
+        return [times for lane in lanes for times in lane]
 
-    async def at_rate(self, rooms: int, per_s: float) -> Sequence[float]:
-        """So many rooms, one every 1/`per_s` seconds whatever becomes of the others; the seconds of each."""
+    async def at_rate(self, rooms: int, per_s: float) -> Sequence[RoomTimes]:
+        """So many rooms, one every 1/`per_s` seconds whatever becomes of the others."""
         began_s = time.perf_counter()
         running = []
         for number in range(rooms):

@@ -13,7 +13,7 @@ from pd_common.cli.bench.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Times of rooms from sending both legs to the end of both, in milliseconds."""
+    """How long something took, in milliseconds."""
 
     p50_ms: float
     p99_ms: float
@@ -27,7 +27,10 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Rooms back to back: how many a second, what one costs each process, and how long one takes among the others."""
+    """Rooms back to back: how many a second, what one costs each process, and how long one takes among the others.
+
+    A room takes from sending both legs until both sides have told their end.
+    """
 
     rooms: int
     at_once: int
@@ -64,7 +67,10 @@ class Result:
     """The first room of a pair that has never met, less the median of the later ones."""
     throughput: Throughput
     rate_per_s: float
-    at_rate: Latency
+    handshake: Latency
+    """At that rate, from sending both legs until prefill has the request and decode's pages for it."""
+    whole: Latency
+    """At that rate, until both sides have told their end."""
     peers: Peers
 
     def write_json(self, path: Path) -> None:
@@ -83,7 +89,8 @@ class Result:
             "",
             "one pair, whole rooms: both legs, pages offered, success agreed, both ends told; no pages move",
             f"  {f'back to back, {busy.at_once} at once':28} {_shown(busy.latency)}   {busy.rooms_per_s:.0f} rooms/s",
-            f"  {f'at {self.rate_per_s:g} rooms/s':28} {_shown(self.at_rate)}",
+            f"  {f'at {self.rate_per_s:g} rooms/s, whole room':28} {_shown(self.whole)}",
+            f"  {'  of this, the handshake':28} {_shown(self.handshake)}",
             f"  processor time for a room    {cpu}",
             f"  first contact of a new pair  {self.first_contact_ms:.1f} ms",
             "",
