@@ -12,7 +12,7 @@ from pd.v1 import (
 )
 
 from pd_common.control import convert
-from pd_common.control.connection import Connection
+from pd_common.control.connection import ATTEMPT_S, Connection
 from pd_common.types import BootstrapRoom, Instance, RankInfo, Topology
 
 
@@ -40,7 +40,8 @@ class BootstrapClient:
         await self._connection.call(self._stub.UnregisterRank, request)
 
     async def get_topology(self) -> Topology:
-        response = await self._connection.call(self._stub.GetTopology, bootstrap_pb2.GetTopologyRequest())
+        request = bootstrap_pb2.GetTopologyRequest()
+        response = await self._connection.call(self._stub.GetTopology, request, timeout=ATTEMPT_S)
         return _topology_from(response)
 
     async def watch_topology(self) -> AsyncGenerator[Topology, None]:

@@ -30,6 +30,8 @@ class TransferStatusServicer(transfer_status_pb2_grpc.TransferStatusServicer):
 
     def __init__(self, service: RoomService) -> None:
         self._service = service
+        # Taken once: the same event has the same time in every answer.
+        self._wall_offset_s = time.time() - time.monotonic()
 
     async def ReportTransfer(
         self, request: transfer_status_pb2.ReportTransferRequest, context: Call
@@ -44,7 +46,7 @@ class TransferStatusServicer(transfer_status_pb2_grpc.TransferStatusServicer):
         self, request: transfer_status_pb2.GetTransferRequest, context: Call
     ) -> transfer_status_pb2.GetTransferResponse:
         transfer = self._service.transfers.get(convert.room_from(request.bootstrap_room))
-        return transfer_status_pb2.GetTransferResponse(transfer=_transfer_to(transfer))
+        return transfer_status_pb2.GetTransferResponse(transfer=self._shown(transfer))
 
     async def ListTransfers(
         self, request: transfer_status_pb2.ListTransfersRequest, context: Call
@@ -58,7 +60,7 @@ class TransferStatusServicer(transfer_status_pb2_grpc.TransferStatusServicer):
         )
         size = min(request.page_size or _PAGE_DEFAULT, _PAGE_MOST)
         return transfer_status_pb2.ListTransfersResponse(
-            transfers=[_transfer_to(transfer) for transfer in found[:size]],
+            transfers=[self._shown(transfer) for transfer in found[:size]],
             next_page_token=str(found[size - 1].sequence) if len(found) > size else "",
             sequence=self._service.transfers.sequence,
         )
@@ -72,7 +74,7 @@ class TransferStatusServicer(transfer_status_pb2_grpc.TransferStatusServicer):
                 changed.clear()
                 self._service.transfers.require_resumable(seen)
                 for transfer in self._service.transfers.changes_since(seen):
-                    yield transfer_status_pb2.WatchTransfersResponse(transfer=_transfer_to(transfer))
+                    yield transfer_status_pb2.WatchTransfersResponse(transfer=self._shown(transfer))
                     seen = transfer.sequence
                 await changed.wait()
 
@@ -84,16 +86,18 @@ class TransferStatusServicer(transfer_status_pb2_grpc.TransferStatusServicer):
     async def ListPeers(
         self, request: transfer_status_pb2.ListPeersRequest, context: Call
     ) -> transfer_status_pb2.ListPeersResponse:
-        wall_offset_s = time.time() - time.monotonic()
-        peers = [peer_to(peer, wall_offset_s) for peer in self._service.peers()]
+        peers = [peer_to(peer, self._wall_offset_s) for peer in self._service.peers()]
         return transfer_status_pb2.ListPeersResponse(peers=peers)
 
     async def ListQuarantine(
         self, request: transfer_status_pb2.ListQuarantineRequest, context: Call
     ) -> transfer_status_pb2.ListQuarantineResponse:
         now = time.monotonic()
-        rooms = [held_to(held, now, time.time() - now) for held in self._service.quarantined()]
+        rooms = [held_to(held, now, self._wall_offset_s) for held in self._service.quarantined()]
         return transfer_status_pb2.ListQuarantineResponse(rooms=rooms)
+
+    def _shown(self, transfer: Transfer) -> types_pb2.Transfer:
+        return convert.transfer_to(transfer, self._wall_offset_s)
 
 
 @contextmanager
@@ -124,10 +128,6 @@ def _report_from(request: transfer_status_pb2.ReportTransferRequest) -> Transfer
 
 def _failure_of(transfer: Transfer) -> status_pb2.Status | None:
     return to_status(transfer.failure) if transfer.failure else None
-
-
-def _transfer_to(transfer: Transfer) -> types_pb2.Transfer:
-    return convert.transfer_to(transfer, time.time() - time.monotonic())
 
 
 def _page_token(token: str) -> int:

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
-from pd_common.errors import DigestMismatch, PagesInvalid
+from pd_common.errors import DigestMismatch, MetadataInvalid, PagesInvalid
 from pd_common.handoff.chunk import PoolBuffers, check_pages, pages_to_transfer
 from pd_common.handoff.destination import Offer
 from pd_common.handoff.digest import PageDigest
 from pd_common.handoff.metadata import HandoffMetadata, MetadataBuffers, check_seal
 from pd_common.types import BootstrapRoom
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What this rank finds in its own memory once success was reported: the row, or what is wrong with it."""
+
+    metadata: HandoffMetadata | None
+    failure: MetadataInvalid | DigestMismatch | None
+
+    @property
+    def landed(self) -> bool:
+        """The row is this room's, of this generation, and covers the prompt."""
+        return not isinstance(self.failure, MetadataInvalid)
+
+    @property
+    def intact(self) -> bool:
+        """Row and pages are what was sent."""
+        return self.failure is None
 
 
 class KVReceiver:
@@ -54,8 +73,15 @@ class KVReceiver:
         if self._digest is not None and self._hashed < self._complete and not busy:
             self._hashing = asyncio.create_task(self._hash(self._digest))
 
+    async def arrival(self) -> Arrival:
+        """The gate, then the digest of the pages, once the sender has reported success."""
+        try:
+            return Arrival(await self.commit(), None)
+        except (MetadataInvalid, DigestMismatch) as failure:
+            return Arrival(None, failure)
+
     async def commit(self) -> HandoffMetadata:
-        """The gate, then the digest of the pages, once the sender has reported success.
+        """What `arrival` finds.
 
         Raises:
             MetadataInvalid: the row is not this room's, not of this generation, or does not cover the whole prompt.

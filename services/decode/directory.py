@@ -74,9 +74,16 @@ class Directory:
         return await asyncio.shield(asking)
 
     async def _ask(self, address: BootstrapAddress) -> Topology:
+        """Again when there is no answer in time: the question or its answer may have been lost."""
         connection = self._dial(address.target, Role.PREFILL)
+        client, ends_s = BootstrapClient(connection), time.monotonic() + _PATIENCE_S
         try:
-            return await BootstrapClient(connection).get_topology()
+            while True:
+                try:
+                    return await client.get_topology()
+                except DeadlineExceeded:
+                    if time.monotonic() > ends_s:
+                        raise
         finally:
             await connection.close()
 

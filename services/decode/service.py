@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from opentelemetry.context import Context
 
-from pd_common.aio import RoomTask, finished_even_if_cancelled
+from pd_common.aio import RoomTask
 from pd_common.control.outputs import OutputHub
 from pd_common.control.peers import Peer
 from pd_common.control.room_keeper import RoomKeeper
@@ -41,6 +41,8 @@ from pd_common.telemetry.spans import RoomTrace, SpanName
 from pd_common.transport.fake import is_fake
 from pd_common.types import BootstrapRoom, Instance
 from services.decode.drain import Drain
+from services.decode.fake import made_up
+from services.decode.gate import agreed
 from services.decode.inquiry import SILENT_S, Inquiry
 from services.decode.offering import publish
 from services.decode.pairing import Prefill
@@ -195,22 +197,16 @@ class DecodeService(RoomKeeper[_Room]):
         await self._write_answer(room, allocation, metadata)
 
     async def _make_up(self, room: _Room) -> tuple[Allocation, HandoffMetadata]:
-        """A fake room: zeros stand for the prompt's KV, the last token said again for the first of the answer."""
+        """A fake room: nobody writes it, and it is told to nobody."""
         request = room.request
         room.trace.enter(SpanName.PREALLOC_WAIT)
         room.allocation = allocation = await self._prealloc.acquire(self._pages_for(request))
         room.trace.enter(SpanName.ALLOCATE, pages=len(allocation.pages))
-        metadata = await self._made_up(request, allocation)
+        metadata = await made_up(self._engine, request, allocation.pages)
         for state in (TransferState.WAITING_FOR_INPUT, TransferState.SUCCESS):
             self.transfers.advance(request.room, state, time.monotonic())
         room.concluded.set()
         return allocation, metadata
-
-    async def _made_up(self, request: GenerationRequest, allocation: Allocation) -> HandoffMetadata:
-        """What the answer goes on from when no prefill has written anything."""
-        if request.sampling.max_new_tokens > 1:
-            await finished_even_if_cancelled(self._engine.zero_pages(allocation.pages))
-        return HandoffMetadata(request.prompt[-1], len(request.prompt))
 
     async def _receive(self, room: _Room) -> tuple[Allocation, HandoffMetadata]:
         request, trace = room.request, room.trace
@@ -268,8 +264,10 @@ class DecodeService(RoomKeeper[_Room]):
         self, room: _Room, receiver: KVReceiver, allocation: Allocation, progress: Progress
     ) -> HandoffMetadata:
         """Only what passes the gate and the digest is a success; then slot and pages are this room's alone."""
-        made_up = self._handshake_only
-        metadata = await (self._made_up(room.request, allocation) if made_up else receiver.commit())
+        if self._handshake_only:
+            metadata = await made_up(self._engine, room.request, allocation.pages)
+        else:
+            metadata = await agreed(receiver)
         now = time.monotonic()
         if not self.transfers.advance(room.request.room, TransferState.SUCCESS, now, progress=progress):
             raise RoomAborted("The room ended while its pages were checked", room=room.request.room)

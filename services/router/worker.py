@@ -12,13 +12,15 @@ from opentelemetry.context import Context
 from pd_common.control import beats
 from pd_common.control.connection import Dial
 from pd_common.control.generation_client import GenerationClient
-from pd_common.errors import NoWorkers, PdError, PeerLost
+from pd_common.errors import DeadlineExceeded, NoWorkers, PdError, PeerLost
 from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo, Output
 from pd_common.types import BootstrapAddress, BootstrapRoom, Role
 
 _log = logging.getLogger(__name__)
 
 _RECONNECT_S = 0.2
+_ABORTS = 10
+"""So often an abort is said to a worker that lives and does not answer."""
 
 Sink = Callable[[Output], None]
 
@@ -78,11 +80,19 @@ class Worker:
         await self._client.submit(request, self._subscriber, parent)
 
     async def abort(self, room: BootstrapRoom, message: str, ticket: bytes) -> None:
-        """Ends the room there; a worker that is gone has ended it already."""
-        try:
-            await self._client.abort_room(room, message, ticket)
-        except PdError as error:
-            _log.info("%s %s: room %s not aborted: %s", self.role.value, self.address.target, room, error.message)
+        """Ends the room there, said again while there is no answer; a worker that is gone has ended it already."""
+        for left in reversed(range(_ABORTS)):
+            try:
+                await self._client.abort_room(room, message, ticket)
+            except PdError as error:
+                heard = not isinstance(error, PeerLost | DeadlineExceeded)
+                if heard or not self.is_live or not left:
+                    name = f"{self.role.value} {self.address.target}"
+                    _log.info("%s: room %s not aborted: %s", name, room, error.message)
+                    return
+                await asyncio.sleep(_RECONNECT_S)
+            else:
+                return
 
     async def tokenize_text(self, text: str) -> tuple[int, ...]:
         return await self._client.tokenize_text(text)
