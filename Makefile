@@ -33,8 +33,9 @@ test: lint ## all tests
 test-chaos: $(VENV)/.ready-dev ## faults by the hundred: kills, stops and restarts under load; takes minutes
 	@$(BIN)/python -m pytest -m chaos
 
-bench: $(VENV)/.ready ## how fast pages move between two processes of this machine, beside a memcpy in the same run
+bench: $(VENV)/.ready ## how fast pages move between two processes of this machine, and what a room costs the control plane
 	@$(BIN)/pdctl bench transfer
+	@$(BIN)/pdctl bench control
 
 lint: $(VENV)/.ready-dev ## style, types, layers, protos
 	@$(BIN)/ruff check .

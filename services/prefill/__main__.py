@@ -9,7 +9,6 @@ import click
 from pd_common import config
 from pd_common.control import metrics, process, server
 from pd_common.control.abort_servicer import AbortServicer
-from pd_common.control.bootstrap_client import BootstrapClient
 from pd_common.control.bootstrap_servicer import BootstrapServicer
 from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.registry import Registry
@@ -81,9 +80,9 @@ async def serve(options: dict[str, Any]) -> None:
     )
     address = listen.advertised(await control.start(listen.host, listen.port))
     data_plane = own.data_plane(listen.advertised_host)
-    directory = security.dial(address if place.bootstrap is None else place.bootstrap.target, Role.PREFILL)
+    directory = address if place.bootstrap is None else place.bootstrap.target
     rank = RankInfo(own.instance, Role.PREFILL, place.position, address, engine.layout, data_plane)
-    membership = Membership(rank, BootstrapClient(directory))
+    membership = Membership(rank, lambda: security.dial(directory, Role.PREFILL))
     service.announce_with(membership.announced)
     lease_s = await membership.join()
     collectors = (metrics.PoolCollector(service.pool_status), control.errors)
@@ -105,9 +104,7 @@ async def serve(options: dict[str, Any]) -> None:
         process.announce(f"pd-prefill serves {engine.model_info.name} on {address}", own.transport.info)
         await supervisor.until_end()
         await service.close(supervisor.patience_s(options["drain_timeout_s"]))
-    await supervisor.close(
-        membership.leave(), receivers.close(), directory.close(), control.stop(grace_s=1.0), own.close()
-    )
+    await supervisor.close(membership.leave(), receivers.close(), control.stop(grace_s=1.0), own.close())
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from pd_common.control.bootstrap_client import BootstrapClient
+from pd_common.control.connection import Connection
 from pd_common.errors import DeadlineExceeded, PdError, PeerLost, StaleInstance, TopologyIncomplete
 from pd_common.types import BootstrapRoom, RankInfo
 
@@ -25,9 +26,12 @@ _NOT_THERE = (PeerLost, DeadlineExceeded, TopologyIncomplete)
 class Membership:
     """One rank and the directory it belongs to; any order of starting works."""
 
-    def __init__(self, rank: RankInfo, bootstrap: BootstrapClient) -> None:
+    def __init__(self, rank: RankInfo, connect: Callable[[], Connection]) -> None:
+        """`connect` makes a connection to the directory, with the certificates of the day."""
         self._rank = rank
-        self._bootstrap = bootstrap
+        self._connect = connect
+        self._connection = connect()
+        self._bootstrap = BootstrapClient(self._connection)
         self._waiting: set[BootstrapRoom] = set()
 
     async def join(self) -> float:
@@ -44,6 +48,7 @@ class Membership:
             except _NOT_THERE as error:
                 _log.warning("cannot register yet, trying again in %.1f s: %s", retry_s, error.message)
                 retry_s = await _wait(retry_s)
+                await self._connect_again()
 
     async def stay(self, lease_s: float) -> None:
         """Keeps the lease; ends only by cancellation, or by a refusal for good."""
@@ -61,6 +66,7 @@ class Membership:
             await self._bootstrap.unregister_rank(self._rank.instance)
         except PdError as error:
             _log.info("not unregistered: %s", error.message)
+        await self._connection.close()
 
     @asynccontextmanager
     async def announced(self, room: BootstrapRoom) -> AsyncIterator[None]:
@@ -79,6 +85,12 @@ class Membership:
             yield
         finally:
             self._waiting.discard(room)
+
+    async def _connect_again(self) -> None:
+        broken = self._connection
+        self._connection = self._connect()
+        self._bootstrap = BootstrapClient(self._connection)
+        await broken.close()
 
     async def _enter(self) -> float:
         """A directory that has restarted knows neither this rank nor its rooms."""

@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 from pd_common.control import beats, process, server
-from pd_common.control.bootstrap_client import BootstrapClient
 from pd_common.control.connection import Connection
 from pd_common.control.supervisor import Supervisor
 from pd_common.transport.loopback import LoopbackNetwork
@@ -129,7 +128,7 @@ class Member:
             life.wire(address)
         else:
             rank = RankInfo(life.instance, Role.PREFILL, RankPosition(), address, life.engine.layout, DATA_PLANE)
-            membership = Membership(rank, BootstrapClient(Connection(address)))
+            membership = Membership(rank, lambda: Connection(address))
             works["lease"] = membership.stay(await membership.join())
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._obey)
         self._pipe.send(int(address.rpartition(":")[2]))

@@ -47,11 +47,14 @@ class Rank(Node):
         plane = DataPlane(life.transport.info.backend, "1", "127.0.0.1")
         own = self.address.target
         rank = RankInfo(life.instance, Role.PREFILL, self._position, own, life.engine.layout, plane)
-        self._directories.append(directory := Connection((self._host or self).address.target))
-        membership = Membership(rank, BootstrapClient(directory))
+        membership = Membership(rank, self._connect)
         life.service.announce_with(membership.announced)
         self._stays.append(asyncio.create_task(membership.stay(await soon(membership.join()))))
         self._works += [asyncio.create_task(work) for work in life.works()]
+
+    def _connect(self) -> Connection:
+        self._directories.append(directory := Connection((self._host or self).address.target))
+        return directory
 
     async def stop(self) -> None:
         for stay in self._stays:

@@ -12,7 +12,7 @@ from pd.v1 import abort_pb2, abort_pb2_grpc, generation_pb2, generation_pb2_grpc
 from pd_common.control import convert, server
 from pd_common.control.abort_servicer import AbortServicer
 from pd_common.control.connection import Connection
-from pd_common.errors import PdError, RoomAborted, RoomInUse, StaleInstance
+from pd_common.errors import PdError, PeerLost, RoomAborted, RoomInUse, StaleInstance
 from pd_common.handoff.state import TransferState
 from pd_common.types import BootstrapRoom, Instance
 from services.router import rooms
@@ -138,6 +138,26 @@ async def test_it_answers_when_both_legs_have_and_so_does_a_second_one(
     assert (await first).state == (await second).state == types_pb2.TRANSFER_STATE_FAILED
     assert await cluster.servers[slow].next_abort() == (ROOM, "stop it")
     assert all(engine.rooms.aborted.empty() for engine in cluster.servers)
+
+
+async def test_an_abort_that_is_lost_is_said_again(cluster: Cluster, client: Client, decode: EngineServer) -> None:
+    answer, calls = decode.rooms.abort, 0
+
+    async def lost_once(room: BootstrapRoom, error: PdError) -> TransferState | None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise PeerLost("the connection broke")
+        return await answer(room, error)
+
+    decode.rooms.abort = lost_once  # type: ignore[method-assign]
+    generating = client.generate(ROOM)
+    await decode.next_request()
+    await client.abort(ROOM)
+    assert calls == 2
+    assert await decode.next_abort() == (ROOM, "stop it")
+    with pytest.raises(RoomAborted):
+        await soon(generating)
 
 
 async def test_a_client_that_went_away_is_an_abort_that_another_may_wait_for(
