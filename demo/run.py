@@ -45,7 +45,7 @@ def main(serve: bool, model: Path) -> None:
         else:
             run_demo(console, model)
     except ClusterError as error:
-        console.print(f"[red]{error}[/red]", markup=True)
+        console.print(str(error), style="red", markup=False)
         sys.exit(1)
 
 

@@ -23,9 +23,11 @@ from pd_common.types import BootstrapRoom
 def ticket(room: int, ticket_key_file: Path, seconds: float) -> None:
     """Print the ticket of ROOM in base64, as grpcurl wants bytes.
 
-    grpcurl -d '{"bootstrap_room": "42", "ticket": "'$(pdctl ticket 42 --ticket-key-file keys)'"}' HOST:8998
-    pd.v1.Abort/AbortRoom
-    """
+    \b
+    TICKET=$(pdctl ticket 42 --ticket-key-file keys)
+    REQUEST='{"bootstrap_room": "42", "ticket": "'$TICKET'"}'
+    grpcurl -plaintext -d "$REQUEST" HOST:8998 pd.v1.Abort/AbortRoom
+    """  # noqa: D301  click's mark for lines that stay as they are
     try:
         keys = TicketKeys.read(ticket_key_file)
     except InvalidRequest as error:

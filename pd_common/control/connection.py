@@ -25,6 +25,7 @@ ATTEMPT_S = 1.0
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # dialled anew is tried anew, whatever others met at that address
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5000),  # also the time that one attempt gets
     ("grpc.max_reconnect_backoff_ms", 1000),

@@ -24,6 +24,8 @@ from pd_common.types import BootstrapAddress, BootstrapRoom
 DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_TIMEOUT_S = 300.0
 DEFAULT_BOOTSTRAP_PORT = 8998
+MAX_RID = 256
+"""Characters: a request's own name stays on record for as long as its room."""
 
 _FINISH = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -115,6 +117,8 @@ def request_from(message: generation_pb2.GenerateRequest, prompt: Sequence[int])
             "bootstrap_host is required here: the host of the prefill's Bootstrap service (a router fills it in)",
             field="bootstrap_host",
         )
+    if len(message.rid) > MAX_RID:
+        raise InvalidRequest(f"rid has {len(message.rid)} characters; at most {MAX_RID} are allowed", field="rid")
     room = room_from(message.bootstrap_room)
     return GenerationRequest(
         rid=message.rid or f"room-{room}",

@@ -41,6 +41,7 @@ class PeerClient:
         self,
         *,
         receiver: Instance,
+        registration: int,
         sender: Instance,
         control_address: str,
         layout: KvLayout,
@@ -56,6 +57,7 @@ class PeerClient:
         """Gives the sender's process and the transport that will carry the pages."""
         request = page_allocation_pb2.RegisterReceiverRequest(
             receiver=convert.instance_to(receiver),
+            registration=registration,
             sender=convert.instance_to(sender),
             control_address=control_address,
             layout=convert.layout_to(layout),
@@ -71,10 +73,12 @@ class PeerClient:
         response = await self._connection.call(self._pages.RegisterReceiver, request)
         return convert.process_from(response.process), response.carrier
 
-    async def hold_receiver(self, receiver: Instance, sender: Instance) -> AsyncGenerator[None, None]:
+    async def hold_receiver(
+        self, receiver: Instance, sender: Instance, registration: int
+    ) -> AsyncGenerator[None, None]:
         """Sends beats, and gives the sender's as they come; ends, or raises, when the sender is gone."""
         first = page_allocation_pb2.HoldReceiverRequest(
-            receiver=convert.instance_to(receiver), sender=convert.instance_to(sender)
+            receiver=convert.instance_to(receiver), sender=convert.instance_to(sender), registration=registration
         )
 
         async def own_beats() -> AsyncIterator[page_allocation_pb2.HoldReceiverRequest]:
@@ -87,22 +91,35 @@ class PeerClient:
             async for _ in responses:
                 yield
 
-    async def send_canary(self, receiver: Instance, sender: Instance, page: int, seed: bytes) -> float:
+    async def send_canary(
+        self, receiver: Instance, sender: Instance, registration: int, page: int, seed: bytes
+    ) -> float:
         """Returns when the canary is in the receiver's page; gives the seconds that its way took."""
         request = page_allocation_pb2.SendCanaryRequest(
-            receiver=convert.instance_to(receiver), sender=convert.instance_to(sender), page=page, seed=seed
+            receiver=convert.instance_to(receiver),
+            sender=convert.instance_to(sender),
+            registration=registration,
+            page=page,
+            seed=seed,
         )
         response = await self._connection.call(self._pages.SendCanary, request)
         return convert.duration_from(response.took)
 
     async def allocate_pages(
-        self, room: BootstrapRoom, sender: Instance, offer: Offer, time_left_s: float, parent: Context
+        self,
+        room: BootstrapRoom,
+        sender: Instance,
+        registration: int,
+        offer: Offer,
+        time_left_s: float,
+        parent: Context,
     ) -> TransferState:
         """Offers pages, once; gives the room's state on the other side. The same offer may be made again."""
         request = page_allocation_pb2.AllocatePagesRequest(
             bootstrap_room=room,
             receiver=convert.instance_to(offer.receiver),
             sender=convert.instance_to(sender),
+            registration=registration,
             page_ids=offer.pages,
             metadata_slot={"index": offer.slot.index, "generation": offer.slot.generation},
             decode_prefix_len=offer.decode_prefix_len,

@@ -182,8 +182,8 @@ def _refuse_stale(rank: RankInfo, held: RankInfo) -> None:
             )
     elif held.instance.epoch >= rank.instance.epoch:
         raise StaleInstance(
-            f"{rank.control_address} has been replaced: {held.control_address} of epoch {held.instance.epoch} is "
-            "registered",
+            f"{rank.control_address} has been replaced: {held.control_address} is registered {_at(held.position)}; "
+            "processes that run at one time need ranks and addresses of their own",
             expected=held.instance.epoch,
             got=rank.instance.epoch,
         )
@@ -207,6 +207,10 @@ def _check_alike(rank: RankInfo, others: Iterable[RankInfo]) -> None:
                 mine=_grid(rank.position),
                 theirs=_grid(other.position),
             )
+
+
+def _at(position: RankPosition) -> str:
+    return f"as dp_rank {position.dp_rank}, tp_rank {position.tp_rank}, pp_rank {position.pp_rank}"
 
 
 def _grid(position: RankPosition) -> str:

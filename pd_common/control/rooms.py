@@ -84,14 +84,15 @@ def within_call(timeout_s: float, call: Call) -> float:
     return timeout_s if remaining_s is None else min(timeout_s, remaining_s)
 
 
-def check_recipient(message: types_pb2.Instance, own: Instance) -> None:
-    """Refuses what is meant for an earlier life of this process (or for another one).
+def check_recipient(message: types_pb2.Instance, own: Instance, field: str = "recipient") -> None:
+    """Refuses what is meant for an earlier life of this process (or for another one); `field` is what says for whom.
 
     Raises:
         StaleInstance: always with both names.
+        InvalidRequest: it is meant for nobody.
 
     """
-    meant = convert.instance_from(message, "recipient")
+    meant = convert.instance_from(message, field)
     if meant != own:
         raise StaleInstance(
             f"meant for {meant.instance_id} (epoch {meant.epoch}); this is {own.instance_id} (epoch {own.epoch})",

@@ -43,6 +43,11 @@ class Security:
                 "  anybody on the way may read prompts and answers, and anybody may call what only prefill, decode and",
                 "  router should; close it with --tls-cert, --tls-key and --tls-ca",
             ]
+        elif not self.tls.verifies_clients:
+            open_doors += [
+                "  anybody may call it, with no certificate and so with no role: right for a router that faces people;",
+                "  close it with --tls-verify-clients",
+            ]
         if self.keys is None:
             open_doors += [
                 "  anybody whom it serves may offer memory for, report on and abort rooms of others;",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
@@ -140,6 +141,15 @@ class ControlServer:
             ) from error
         await self._server.start()
         return bound
+
+    @asynccontextmanager
+    async def listening(self, host: str, port: int) -> AsyncIterator[int]:
+        """As `start`; whatever ends the block, nobody is served after it. `stop` in the block ends calls gently."""
+        bound = await self.start(host, port)
+        try:
+            yield bound
+        finally:
+            await self.stop(grace_s=0.0)
 
     def _add_port(self, target: str) -> int:
         if self._tls is None:

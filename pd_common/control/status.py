@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any, cast
 
 import grpc
@@ -25,8 +26,9 @@ from pd_common.errors import (
 
 DOMAIN = "pd"
 _DETAILS_KEY = "grpc-status-details-bin"
-_MOST_OF_A_MESSAGE, _MOST_OF_A_FACT = 1000, 250
-"""Characters: errors say what they were given, and gRPC refuses trailers of more than 8 KiB."""
+MOST_OF_A_MESSAGE = 1000
+"""Bytes: errors say what they were given, and stay on record for a while. gRPC, too, refuses trailers over 8 KiB."""
+_MOST_OF_A_FACT, _MOST_FACTS = 250, 8
 
 CODE_OF_REASON: dict[Reason, grpc.StatusCode] = {
     Reason.INVALID_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
@@ -67,23 +69,32 @@ _ERROR_WITHOUT_INFO: dict[grpc.StatusCode, type[PdError]] = {
 
 def to_status(error: PdError) -> status_pb2.Status:
     """The error as it travels: code, message for a person, ErrorInfo for a program."""
-    facts = {key[:_MOST_OF_A_FACT]: value[:_MOST_OF_A_FACT] for key, value in error.metadata.items()}
-    info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=facts)
+    info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=_cut_facts(error.metadata))
     detail = any_pb2.Any()
     detail.Pack(info)
     code: int = CODE_OF_REASON[error.reason].value[0]
-    return status_pb2.Status(code=code, message=error.message[:_MOST_OF_A_MESSAGE], details=[detail])
+    return status_pb2.Status(code=code, message=_cut(error.message, MOST_OF_A_MESSAGE), details=[detail])
+
+
+def _cut(text: str, most: int) -> str:
+    return text.encode(errors="replace")[:most].decode(errors="ignore")
+
+
+def _cut_facts(facts: Mapping[str, str]) -> dict[str, str]:
+    first = islice(facts.items(), _MOST_FACTS)
+    return {_cut(key, _MOST_OF_A_FACT): _cut(value, _MOST_OF_A_FACT) for key, value in first}
 
 
 def from_status(status: status_pb2.Status) -> PdError:
     """The typed error again. A reason that this version does not know becomes InternalError with the message kept."""
+    message = _cut(status.message, MOST_OF_A_MESSAGE)
     info = error_details_pb2.ErrorInfo()
     for detail in status.details:
         if detail.Unpack(info) and info.domain == DOMAIN:
             known = info.reason in Reason.__members__
             cls = ERROR_OF_REASON[Reason(info.reason)] if known else InternalError
-            return cls(status.message, **dict(info.metadata))
-    return InternalError(status.message or f"status code {status.code} without details")
+            return cls(message, **_cut_facts(info.metadata))
+    return InternalError(message or f"status code {status.code} without details")
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> PdError:
@@ -94,7 +105,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> PdError:
             with suppress(DecodeError):  # then the status code has to speak for itself
                 return from_status(status_pb2.Status.FromString(value))
     cls = _ERROR_WITHOUT_INFO.get(error.code(), InternalError)
-    return cls(f"{peer}: {error.details() or error.code().name}", peer=peer)
+    hint = " (is it a process of another role?)" if error.code() is grpc.StatusCode.UNIMPLEMENTED else ""
+    return cls(f"{peer}: {error.details() or error.code().name}{hint}", peer=peer)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdError) -> None:

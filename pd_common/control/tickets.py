@@ -47,7 +47,7 @@ def check(keys: Sequence[bytes], ticket: bytes, room: int, now_unix_s: float, *,
     if ticket_room != room:
         raise _denied(room, f"came with the ticket of room {ticket_room}")
     if now_unix_s >= expires_unix_s and not may_be_over:
-        raise _denied(room, f"has a ticket that is over since {now_unix_s - expires_unix_s:.0f} s")
+        raise _denied(room, f"has a ticket that is over since {now_unix_s - expires_unix_s:.0f} s by the clock here")
 
 
 def _denied(room: int, why: str) -> PermissionDenied:

@@ -91,7 +91,8 @@ def open_tls(settings: SecurityConfig) -> Tls | None:
 def _read(cert: Path, key: Path, ca: Path, *, verifies_clients: bool) -> _Pems:
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.minimum_version = ssl.TLSVersion.TLSv1_3  # Python cannot keep earlier ones from resuming
+        context.num_tickets = 0  # no resuming: that shows no certificate, and would outlive an authority
         context.load_cert_chain(cert, key, password="")  # without a password OpenSSL would ask at the terminal
         context.load_verify_locations(ca)
         context.verify_mode = ssl.CERT_REQUIRED if verifies_clients else ssl.CERT_NONE

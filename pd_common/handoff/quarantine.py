@@ -18,7 +18,9 @@ class Proof(Enum):
     """What is still to be shown about one writer that has not drained."""
 
     FENCED = "fenced"
-    """Our end of its data plane is torn down."""
+    """Our end of its data plane is torn down. That holds when it is paired again: an offer names its registration, and
+    one that is still on its way is refused under a later one.
+    """
     PROCESS_GONE = "process_gone"
     """Its process has ended: on one host a process may write into another's memory without its help."""
 

@@ -73,31 +73,32 @@ async def serve(options: dict[str, Any]) -> None:
         security.tls,
         security.keys,
     )
-    address = listen.advertised(await control.start(listen.host, listen.port))
-    memory = OwnMemory(own.instance, address, engine.layout, own.pool, own.regions, own.metadata, own.canaries)
-    prefills = Prefills(memory, own.transport, service.prefill_lost, service.proven, security.dial)
-    service.use(prefills)
-    collectors = (metrics.PoolCollector(service.pool_status), control.errors)
-    exposed = metrics.served(collectors, listen.host, options["metrics_port"], security.tls)
-    supervisor = Supervisor(control)
-    async with (
-        exposed as metrics_server,
-        supervisor.running(
-            scheduler=scheduler.run(),
-            reaper=service.reap(),
-            engine=engine.watch(),
-            data_plane=own.transport.watch(),
-            rooms=service.watch(),
-            pairings=prefills.watch(),
-            proofs=drain.watch(),
-            metrics=metrics_server(),
-        ),
-    ):
-        await control.set_serving(True)
-        process.announce(f"pd-decode serves {engine.model_info.name} on {address}", own.transport.info)
-        await supervisor.until_end()
-        await service.close(supervisor.patience_s(options["drain_timeout_s"]))
-    await supervisor.close(prefills.close(), drain.close(), control.stop(grace_s=1.0), own.close())
+    async with control.listening(listen.host, listen.port) as port:
+        address = listen.advertised(port)
+        memory = OwnMemory(own.instance, address, engine.layout, own.pool, own.regions, own.metadata, own.canaries)
+        prefills = Prefills(memory, own.transport, service.prefill_lost, service.proven, security.dial)
+        service.use(prefills)
+        collectors = (metrics.PoolCollector(service.pool_status), control.errors)
+        exposed = metrics.served(collectors, listen.host, options["metrics_port"], security.tls)
+        supervisor = Supervisor(control)
+        async with (
+            exposed as metrics_server,
+            supervisor.running(
+                scheduler=scheduler.run(),
+                reaper=service.reap(),
+                engine=engine.watch(),
+                data_plane=own.transport.watch(),
+                rooms=service.watch(),
+                pairings=prefills.watch(),
+                proofs=drain.watch(),
+                metrics=metrics_server(),
+            ),
+        ):
+            await control.set_serving(True)
+            process.announce(f"pd-decode serves {engine.model_info.name} on {address}", own.transport.info)
+            await supervisor.until_end()
+            await service.close(supervisor.patience_s(options["drain_timeout_s"]))
+        await supervisor.close(prefills.close(), drain.close(), control.stop(grace_s=1.0), own.close())
 
 
 if __name__ == "__main__":

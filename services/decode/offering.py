@@ -32,7 +32,9 @@ async def publish(
     unheard = False
     while (time_left_s := deadline_s - time.monotonic()) > 0:
         try:
-            state = await prefill.client.allocate_pages(room, prefill.instance, offer, time_left_s, parent)
+            state = await prefill.client.allocate_pages(
+                room, prefill.instance, prefill.registration, offer, time_left_s, parent
+            )
         except (PeerLost, DeadlineExceeded) as error:
             unheard = True
             if not prefills.is_current(prefill):

@@ -28,11 +28,13 @@ CANARY_S = 10.0
 class Prefill:
     """One paired prefill process. Pages may only be offered to it while it is paired.
 
-    `since_s` and `page_s` are times of the monotonic clock: of the pairing, and of the last page that came.
+    `registration` numbers it among those of this decode. `since_s` and `page_s` are times of the monotonic clock: of
+    the pairing, and of the last page that came.
     """
 
     address: BootstrapAddress
     instance: Instance
+    registration: int
     client: PeerClient
     connection: Connection
     port: InboundPort
@@ -81,7 +83,7 @@ async def send_canary(own: OwnMemory, prefill: Prefill) -> None:
     seed = secrets.token_bytes(SEED_BYTES)
     async with own.canaries.page() as page:
         try:
-            took_s = await prefill.client.send_canary(own.instance, prefill.instance, page, seed)
+            took_s = await prefill.client.send_canary(own.instance, prefill.instance, prefill.registration, page, seed)
         except (TransferFailed, DeadlineExceeded) as error:
             raise _no_way(own, prefill, error.message) from error
         if not own.canaries.holds(page, seed):
@@ -114,7 +116,7 @@ async def _follow_beats(own: OwnMemory, prefill: Prefill) -> None:
         PeerLost: its beats have stopped.
 
     """
-    coming = prefill.client.hold_receiver(own.instance, prefill.instance)
+    coming = prefill.client.hold_receiver(own.instance, prefill.instance, prefill.registration)
     try:
         async with beats.Patience() as patience:
             async for _ in coming:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
@@ -50,6 +51,7 @@ class Prefills:
         self._meetings: dict[Instance, asyncio.Task[Prefill]] = {}
         self._directory = Directory(transport.info.backend, dial)
         self._watches = Tasks()
+        self._registrations = itertools.count(1)
 
     async def pair_with(self, address: BootstrapAddress, room: BootstrapRoom) -> Prefill:
         """The prefill behind this Bootstrap address that has the room, paired now if it was not.
@@ -107,13 +109,13 @@ class Prefills:
 
     async def close(self) -> None:
         """Ends every pairing."""
+        meetings = tuple(self._meetings.values())
+        for meeting in meetings:  # first: one that goes well would make a pairing that nobody ends
+            meeting.cancel()
+        await asyncio.gather(*meetings, return_exceptions=True)
         for prefill in tuple(self._paired.values()):
             await self.forget(prefill, "this process stops")
         await self._watches.close()
-        meetings = tuple(self._meetings.values())
-        for meeting in meetings:
-            meeting.cancel()
-        await asyncio.gather(*meetings, return_exceptions=True)
         await self._directory.close()
 
     async def _paired_with(self, rank: RankInfo) -> Prefill:
@@ -156,9 +158,10 @@ class Prefills:
     async def _register(
         self, address: BootstrapAddress, instance: Instance, connection: Connection, port: InboundPort
     ) -> Prefill:
-        own, client = self._own, PeerClient(connection)
+        own, client, registration = self._own, PeerClient(connection), next(self._registrations)
         process, carrier = await client.register_receiver(
             receiver=own.instance,
+            registration=registration,
             sender=instance,
             control_address=own.control_address,
             layout=own.layout,
@@ -171,12 +174,13 @@ class Prefills:
             canary_base=own.canaries.region.base,
             canary_pages=own.canaries.num_pages,
         )
-        return Prefill(address, instance, client, connection, port, process, carrier)
+        return Prefill(address, instance, registration, client, connection, port, process, carrier)
 
     async def _watch(self, prefill: Prefill) -> None:
-        why = await until_lost(self._own, prefill)
-        await self.forget(prefill, why)
-        await prefill.connection.close()
+        try:
+            await self.forget(prefill, await until_lost(self._own, prefill))
+        finally:
+            await prefill.connection.close()
 
 
 async def _fence(prefill: Prefill) -> None:

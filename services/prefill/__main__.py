@@ -78,33 +78,34 @@ async def serve(options: dict[str, Any]) -> None:
         security.tls,
         security.keys,
     )
-    address = listen.advertised(await control.start(listen.host, listen.port))
-    data_plane = own.data_plane(listen.advertised_host)
-    directory = address if place.bootstrap is None else place.bootstrap.target
-    rank = RankInfo(own.instance, Role.PREFILL, place.position, address, engine.layout, data_plane)
-    membership = Membership(rank, lambda: security.dial(directory, Role.PREFILL))
-    service.announce_with(membership.announced)
-    lease_s = await membership.join()
-    collectors = (metrics.PoolCollector(service.pool_status), control.errors)
-    exposed = metrics.served(collectors, listen.host, options["metrics_port"], security.tls)
-    supervisor = Supervisor(control)
-    async with (
-        exposed as metrics_server,
-        supervisor.running(
-            scheduler=scheduler.run(),
-            reaper=service.reap(),
-            engine=engine.watch(),
-            data_plane=own.transport.watch(),
-            rooms=service.watch(),
-            lease=membership.stay(lease_s),
-            metrics=metrics_server(),
-        ),
-    ):
-        await control.set_serving(True)
-        process.announce(f"pd-prefill serves {engine.model_info.name} on {address}", own.transport.info)
-        await supervisor.until_end()
-        await service.close(supervisor.patience_s(options["drain_timeout_s"]))
-    await supervisor.close(membership.leave(), receivers.close(), control.stop(grace_s=1.0), own.close())
+    async with control.listening(listen.host, listen.port) as port:
+        address = listen.advertised(port)
+        data_plane = own.data_plane(listen.advertised_host)
+        directory = address if place.bootstrap is None else place.bootstrap.target
+        rank = RankInfo(own.instance, Role.PREFILL, place.position, address, engine.layout, data_plane)
+        membership = Membership(rank, lambda: security.dial(directory, Role.PREFILL))
+        service.announce_with(membership.announced)
+        lease_s = await membership.join()
+        collectors = (metrics.PoolCollector(service.pool_status), control.errors)
+        exposed = metrics.served(collectors, listen.host, options["metrics_port"], security.tls)
+        supervisor = Supervisor(control)
+        async with (
+            exposed as metrics_server,
+            supervisor.running(
+                scheduler=scheduler.run(),
+                reaper=service.reap(),
+                engine=engine.watch(),
+                data_plane=own.transport.watch(),
+                rooms=service.watch(),
+                lease=membership.stay(lease_s),
+                metrics=metrics_server(),
+            ),
+        ):
+            await control.set_serving(True)
+            process.announce(f"pd-prefill serves {engine.model_info.name} on {address}", own.transport.info)
+            await supervisor.until_end()
+            await service.close(supervisor.patience_s(options["drain_timeout_s"]))
+        await supervisor.close(membership.leave(), receivers.close(), control.stop(grace_s=1.0), own.close())
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ from contextlib import asynccontextmanager
 
 from pd_common.control.bootstrap_client import BootstrapClient
 from pd_common.control.connection import Connection
-from pd_common.errors import DeadlineExceeded, PdError, PeerLost, StaleInstance, TopologyIncomplete
+from pd_common.errors import CapacityExceeded, DeadlineExceeded, PdError, PeerLost, StaleInstance, TopologyIncomplete
 from pd_common.types import BootstrapRoom, RankInfo
 
 _log = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
-_NOT_THERE = (PeerLost, DeadlineExceeded, TopologyIncomplete)
-"""The directory, or what is asked of it, may come."""
+_NOT_THERE = (PeerLost, DeadlineExceeded, CapacityExceeded, TopologyIncomplete)
+"""The directory, or what is asked of it, may come; or it has too much to do at the moment."""
 
 
 class Membership:
@@ -59,6 +59,7 @@ class Membership:
             except (StaleInstance, *_NOT_THERE) as error:
                 _log.warning("lease not renewed, registering again: %s", error.message)
                 lease_s = await self.join()
+                _log.info("registered again")
 
     async def leave(self) -> None:
         """Gives the entry up; a directory that is gone needs no telling."""

@@ -26,9 +26,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Receiver:
-    """One registration of one decode process."""
+    """One registration of one decode process; `registration` is its number there."""
 
     instance: Instance
+    registration: int
     control_address: str
     pool: RemotePool
     canary_memory: RemoteCanary
@@ -63,6 +64,7 @@ class Receivers:
     async def register(
         self,
         instance: Instance,
+        registration: int,
         control_address: str,
         layout: KvLayout,
         pool: RemotePool,
@@ -73,15 +75,15 @@ class Receivers:
 
         Raises:
             LayoutMismatch: with the first field that differs (I10).
-            StaleInstance: a later process has registered from this address.
+            StaleInstance: a later process has registered from this address, or this one has registered again since.
             TransferFailed: its memory cannot be reached.
 
         """
         check_layout(self._layout, layout, control_address)
-        self._refuse_stale(instance, control_address)
+        self._refuse_stale(instance, registration, control_address)
         channel = await self._transport.connect(data_address)
         try:
-            receiver = await self._take_in(instance, control_address, pool, canary_memory, channel)
+            receiver = await self._take_in(instance, registration, control_address, pool, canary_memory, channel)
         except BaseException:
             await channel.close()
             raise
@@ -93,6 +95,7 @@ class Receivers:
     async def _take_in(
         self,
         instance: Instance,
+        registration: int,
         control_address: str,
         pool: RemotePool,
         canary_memory: RemoteCanary,
@@ -100,12 +103,14 @@ class Receivers:
     ) -> Receiver:
         """One at a time: whoever has connected meanwhile is looked at again."""
         async with self._registering:
-            self._refuse_stale(instance, control_address)
+            self._refuse_stale(instance, registration, control_address)
             for other in (*self._at(control_address), *self._elsewhere(instance, control_address)):
                 await self.drop(other, "it registered again" if other.instance == instance else "it has restarted")
             connection = self._dial(control_address, Role.DECODE)
             client = PeerClient(connection)
-            receiver = Receiver(instance, control_address, pool, canary_memory, channel, connection, client)
+            receiver = Receiver(
+                instance, registration, control_address, pool, canary_memory, channel, connection, client
+            )
             self._by_instance[instance] = receiver
             return receiver
 
@@ -179,17 +184,24 @@ class Receivers:
             for receiver in self._by_instance.values()
         )
 
-    async def drop_unheld(self, now: float) -> None:
-        """Ends registrations that nobody holds: decode does so as soon as it has had its canary, unless it died."""
-        for receiver in tuple(self._by_instance.values()):
-            if not receiver.held and now - receiver.registered_at > beats.patience_s():
-                await self.drop(receiver, "it registered, but does not hold the registration")
+    def unheld(self, now: float) -> list[Receiver]:
+        """Registrations that nobody holds: decode does so as soon as it has had its canary, unless it died."""
+        return [
+            receiver
+            for receiver in self._by_instance.values()
+            if not receiver.held and now - receiver.registered_at > beats.patience_s()
+        ]
 
     async def close(self) -> None:
         for receiver in tuple(self._by_instance.values()):
             await self.drop(receiver, "this process stops")
 
-    def _refuse_stale(self, instance: Instance, control_address: str) -> None:
+    def _refuse_stale(self, instance: Instance, registration: int, control_address: str) -> None:
+        known = self._by_instance.get(instance)
+        if known is not None and known.registration > registration:
+            raise StaleInstance(
+                f"{instance.instance_id} has registered again since", expected=known.registration, got=registration
+            )
         for other in self._at(control_address):
             if other.instance.epoch > instance.epoch:
                 raise StaleInstance(

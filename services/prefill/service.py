@@ -294,7 +294,10 @@ class PrefillService(RoomKeeper[_Room]):
         self._free_slots.release()
 
     async def tend(self, now: float) -> None:
-        await self._receivers.drop_unheld(now)
+        for receiver in self._receivers.unheld(now):
+            # Not awaited: closing a channel may wait for a write, and the reaper waits for nobody (I7).
+            ending = self._receivers.drop(receiver, "it registered, but does not hold the registration")
+            self._tasks.start(f"end of the registration of {receiver.instance.instance_id}", ending)
 
     def _validated_leg(self, request: GenerationRequest) -> GenerationRequest:
         """Prefill's own leg: one token, whatever the client wants of the answer."""

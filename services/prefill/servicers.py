@@ -9,7 +9,7 @@ from pd.v1 import page_allocation_pb2, page_allocation_pb2_grpc
 
 from pd_common.control import beats, convert
 from pd_common.control.rooms import Call, check_recipient
-from pd_common.errors import InvalidRequest
+from pd_common.errors import InvalidRequest, ReceiverUnknown
 from pd_common.handoff.canary import SEED_BYTES, RemoteCanary
 from pd_common.handoff.chunk import PoolBuffers
 from pd_common.handoff.destination import Offer, RemotePool
@@ -17,6 +17,12 @@ from pd_common.handoff.metadata import ROW_BYTES, Slot
 from pd_common.handoff.process import own_process_proof
 from services.prefill.receivers import Receiver, Receivers, check_register_request
 from services.prefill.service import PrefillService
+
+_FromReceiver = (
+    page_allocation_pb2.HoldReceiverRequest
+    | page_allocation_pb2.SendCanaryRequest
+    | page_allocation_pb2.AllocatePagesRequest
+)
 
 
 class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
@@ -30,10 +36,11 @@ class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
     async def RegisterReceiver(
         self, request: page_allocation_pb2.RegisterReceiverRequest, context: Call
     ) -> page_allocation_pb2.RegisterReceiverResponse:
-        check_recipient(request.sender, self._service.instance)
+        check_recipient(request.sender, self._service.instance, "sender")
         layout = convert.layout_from(request.layout)
         receiver = await self._receivers.register(
             convert.instance_from(request.receiver, "receiver"),
+            request.registration,
             request.control_address,
             layout,
             _remote_pool(request),
@@ -50,8 +57,7 @@ class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
         self, request_iterator: AsyncIterator[page_allocation_pb2.HoldReceiverRequest], context: Call
     ) -> AsyncIterator[page_allocation_pb2.HoldReceiverResponse]:
         first = await anext(request_iterator, page_allocation_pb2.HoldReceiverRequest())
-        check_recipient(first.sender, self._service.instance)
-        receiver = self._receivers.get(convert.instance_from(first.receiver, "receiver"))
+        receiver = self._registered(first)
         receiver.held = True
         listening = asyncio.create_task(self._listen(receiver, request_iterator))
         try:
@@ -66,8 +72,7 @@ class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
     async def SendCanary(
         self, request: page_allocation_pb2.SendCanaryRequest, context: Call
     ) -> page_allocation_pb2.SendCanaryResponse:
-        check_recipient(request.sender, self._service.instance)
-        receiver = self._receivers.get(convert.instance_from(request.receiver, "receiver"))
+        receiver = self._registered(request)
         if len(request.seed) != SEED_BYTES:
             raise InvalidRequest(f"a seed has {SEED_BYTES} bytes, not {len(request.seed)}", field="seed")
         canary = await self._receivers.send_canary(receiver, request.page, request.seed)
@@ -76,8 +81,7 @@ class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
     async def AllocatePages(
         self, request: page_allocation_pb2.AllocatePagesRequest, context: Call
     ) -> page_allocation_pb2.AllocatePagesResponse:
-        check_recipient(request.sender, self._service.instance)
-        receiver = self._receivers.get(convert.instance_from(request.receiver, "receiver"))
+        receiver = self._registered(request)
         offer = Offer(
             receiver=receiver.instance,
             pages=tuple(request.page_ids),
@@ -92,6 +96,22 @@ class PageAllocationServicer(page_allocation_pb2_grpc.PageAllocationServicer):
         time_left_s = convert.time_limit_from(request.time_left, "time_left")
         state = self._service.offer(room, offer, receiver, time_left_s)
         return page_allocation_pb2.AllocatePagesResponse(state=convert.state_to(state))
+
+    def _registered(self, message: _FromReceiver) -> Receiver:
+        """The registration that is spoken of.
+
+        Raises:
+            StaleInstance: another prefill process is meant.
+            ReceiverUnknown: there is no such registration (any more). Memory that was offered under an earlier one may
+                be in other hands by now, and the fence of that one does not keep out who writes by this one (I2).
+
+        """
+        check_recipient(message.sender, self._service.instance, "sender")
+        receiver = self._receivers.get(convert.instance_from(message.receiver, "receiver"))
+        if receiver.registration != message.registration:
+            name = receiver.instance.instance_id
+            raise ReceiverUnknown(f"{name} has another registration than {message.registration} here", receiver=name)
+        return receiver
 
     async def _listen(
         self, receiver: Receiver, requests: AsyncIterator[page_allocation_pb2.HoldReceiverRequest]

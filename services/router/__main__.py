@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -13,6 +14,7 @@ from pd_common.control.abort_servicer import AbortServicer
 from pd_common.control.http_server import HttpServer
 from pd_common.control.security import Security
 from pd_common.control.supervisor import Supervisor
+from pd_common.errors import InvalidRequest
 from pd_common.telemetry import spans
 from pd_common.types import BootstrapAddress, Role
 from services.router.dispatch import Dispatcher
@@ -73,6 +75,8 @@ async def serve(
 ) -> None:
     """The wiring of one router process; returns when it has been stopped by a signal."""
     tracing = spans.configure("pd-router", f"router-{host}-{http_port}")
+    _refuse_repeated("--prefill", prefills)
+    _refuse_repeated("--decode", decodes)
     security = Security.open(config.pick(config.SecurityConfig, settings), host)
     changed = asyncio.Event()
     prefill_workers = [Worker(Role.PREFILL, address, changed, security.dial) for address in prefills]
@@ -85,31 +89,36 @@ async def serve(
     )
     prober = Prober(dispatcher, policy, changed, control)
     http = HttpServer(create_app(dispatcher, lambda: control.is_live), host, http_port, tls=security.tls)
-    bound_grpc_port = await control.start(host, grpc_port)
-    bound_http_port = await http.start()
-    exposed = metrics.served([control.errors], host, metrics_port, security.tls)
-    supervisor = Supervisor(control)
-    works = {f"stream of {worker.role.value} {worker.address.target}": worker.run() for worker in workers}
-    async with (
-        exposed as metrics_server,
-        supervisor.running(
-            **works,
-            prober=prober.run(),
-            probes=prober.watch(),
-            rooms=dispatcher.watch(),
-            http=http.watch(),
-            metrics=metrics_server(),
-        ),
-    ):
-        process.announce(
-            f"pd-router listens for HTTP on {host}:{bound_http_port} and for gRPC on {host}:{bound_grpc_port}"
-        )
-        await supervisor.until_end()
-        await http.stop()
-        await control.stop(grace_s=5.0)
+    async with control.listening(host, grpc_port) as bound_grpc_port:
+        bound_http_port = await http.start()
+        exposed = metrics.served([control.errors], host, metrics_port, security.tls)
+        supervisor = Supervisor(control)
+        async with (
+            exposed as metrics_server,
+            supervisor.running(
+                **{f"stream of {worker}": worker.run() for worker in workers},
+                prober=prober.run(),
+                probes=prober.watch(),
+                rooms=dispatcher.watch(),
+                http=http.watch(),
+                metrics=metrics_server(),
+            ),
+        ):
+            process.announce(
+                f"pd-router listens for HTTP on {host}:{bound_http_port} and for gRPC on {host}:{bound_grpc_port}"
+            )
+            await supervisor.until_end()
+            await http.stop()
+            await control.stop(grace_s=5.0)
     if tracing is not None:
         tracing.shutdown()
     await supervisor.close(dispatcher.close(), *(worker.stop() for worker in workers))
+
+
+def _refuse_repeated(option: str, addresses: Sequence[BootstrapAddress]) -> None:
+    for address in addresses:
+        if addresses.count(address) > 1:
+            raise InvalidRequest(f"{option} {address.target} is given more than once", field=option)
 
 
 if __name__ == "__main__":

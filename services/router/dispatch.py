@@ -17,7 +17,7 @@ from opentelemetry.context import Context
 from pd_common.aio import Tasks
 from pd_common.control.process import new_instance
 from pd_common.control.tickets import TicketKeys
-from pd_common.errors import ClientCancelled, NoWorkers, PdError, PeerLost, RoomAborted, TransferFailed
+from pd_common.errors import ClientCancelled, NoWorkers, PdError, PeerLost, RoomAborted, RoomInUse, TransferFailed
 from pd_common.generation import ChatMessage, ClientRequest, GenerationRequest, ModelInfo, Output
 from pd_common.handoff.state import TransferState
 from pd_common.telemetry import spans
@@ -51,7 +51,7 @@ class Dispatcher:
     @property
     def is_ready(self) -> bool:
         """A request that came now would find a pair through which a real room has gone."""
-        return any(pair.is_proven for pair in self._policy.pairs)
+        return any(pair.is_proven or pair.is_doubted for pair in self._policy.pairs)
 
     def not_ready_reason(self) -> str:
         return why_none(self._policy.pairs)
@@ -122,6 +122,9 @@ class Dispatcher:
         answers = await asyncio.gather(
             *(leg.submit(room.request, spans.inside(stage)) for leg in room.legs), return_exceptions=True
         )
+        room.foreign = tuple(
+            leg for leg, answer in zip(room.legs, answers, strict=True) if isinstance(answer, RoomInUse)
+        )
         for answer in reversed(answers):  # decode's word first: it knows the whole answer's needs
             if answer is not None:
                 raise answer
@@ -144,7 +147,7 @@ class Dispatcher:
         return numbers
 
     def _end(self, room: OpenRoom, error: PdError) -> None:
-        """Ends both legs, once, without keeping the client waiting; the tasks are held until they are done."""
+        """Ends its legs, once, without keeping the client waiting; the tasks are held until they are done."""
         if room.aborts:
             return
         request = room.request
@@ -152,6 +155,7 @@ class Dispatcher:
         room.aborts = tuple(
             self._aborts.start(f"abort of room {room.number}", leg.abort(room.number, error.message, request.ticket))
             for leg in room.legs
+            if leg not in room.foreign
         )
         for abort in room.aborts:
             abort.add_done_callback(lambda _: self._rooms.remove_if_over(room))

@@ -10,14 +10,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from starlette.requests import Request
 
-from pd_common.control.convert_generation import DEFAULT_BOOTSTRAP_PORT
+from pd_common.control.convert_generation import DEFAULT_BOOTSTRAP_PORT, MAX_RID
 from pd_common.errors import InvalidRequest
 from pd_common.types import MAX_ROOM, BootstrapAddress, BootstrapRoom
 from services.router.backend import Backend
 from services.router.http_errors import Problem, RequestRefused
 
 MAX_BODY_BYTES = 32 * 2**20
-_MAX_RID_LENGTH = 256
 _UINT32_END = 2**32
 _UINT64_END = 2**64
 
@@ -45,7 +44,7 @@ def refuse_batch(value: object) -> object:
     return value
 
 
-Rid = Annotated[str, Field(min_length=1, max_length=_MAX_RID_LENGTH)]
+Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID)]
 Room = Annotated[int, Field(ge=1, le=MAX_ROOM)]
 Absent = Annotated[object, only()]
 Count = Annotated[int, Field(ge=1, lt=_UINT32_END)]

@@ -21,6 +21,7 @@ class Pair:
     decode: Worker
     _probed: Lives | None = None
     _trouble: str | None = None
+    _doubted: bool = False
 
     @property
     def lives(self) -> Lives | None:
@@ -32,6 +33,11 @@ class Pair:
     def is_proven(self) -> bool:
         """Both are live, and a real room has gone through since they came up."""
         return self.lives is not None and self._probed == self.lives and self._trouble is None
+
+    @property
+    def is_doubted(self) -> bool:
+        """It was proven, a room has failed since, and the probe that is to tell has not ended."""
+        return self._doubted and self.lives is not None and self._probed == self.lives
 
     @property
     def needs_probe(self) -> bool:
@@ -48,14 +54,19 @@ class Pair:
         """Rooms that both have of this router."""
         return self.prefill.open_rooms + self.decode.open_rooms
 
-    def note_probe(self, lives: Lives, trouble: str | None) -> None:
-        """How a probe has gone that began in these lives; no trouble: a room has gone through."""
-        self._probed, self._trouble = lives, trouble
+    def note_probe(self, lives: Lives, trouble: str | None) -> bool:
+        """How a probe has gone that began in these lives; no trouble: a room has gone through.
+
+        Gives whether that is news.
+        """
+        is_news = self._doubted or (lives, trouble) != (self._probed, self._trouble)
+        self._probed, self._trouble, self._doubted = lives, trouble, False
+        return is_news
 
     def doubt(self, lives: Lives | None, trouble: str) -> None:
         """A room that began in these lives has failed between the two: the pair is to be probed again."""
         if self.is_proven and self.lives == lives:
-            self._trouble = trouble
+            self._trouble, self._doubted = trouble, True
             self.prefill.changed.set()
 
     def __str__(self) -> str:
@@ -63,7 +74,10 @@ class Pair:
 
 
 class LeastRooms:
-    """Of the proven pairs the one with the fewest rooms; the first in order among equals."""
+    """Of the proven pairs the one with the fewest rooms; the first in order among equals.
+
+    Where none is proven, one that is only doubted: one failed room is no reason to refuse all others.
+    """
 
     def __init__(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> None:
         self.prefills = tuple(prefills)
@@ -74,21 +88,21 @@ class LeastRooms:
         """A pair; `bootstrap` asks for a prefill by its own address or by that of its Bootstrap service.
 
         Raises:
-            NoWorkers: no proven pair.
+            NoWorkers: no pair is proven, and none was before it came into doubt.
             InvalidRequest: the router has no such prefill.
 
         """
         pairs = [pair for pair in self.pairs if bootstrap in (None, pair.prefill.address, pair.prefill.bootstrap)]
         if not pairs:
             raise InvalidRequest(f"this router has no prefill {bootstrap and bootstrap.target}", field="bootstrap_host")
-        proven = [pair for pair in pairs if pair.is_proven]
-        if not proven:
+        usable = [pair for pair in pairs if pair.is_proven] or [pair for pair in pairs if pair.is_doubted]
+        if not usable:
             raise NoWorkers(f"no usable pair: {why_none(pairs)}")
-        return min(proven, key=lambda pair: pair.open_rooms)
+        return min(usable, key=lambda pair: pair.open_rooms)
 
 
 def why_none(pairs: Sequence[Pair]) -> str:
     """For a person: what is the matter with each worker that is not live, and with each pair that is not proven."""
     workers = dict.fromkeys([pair.prefill for pair in pairs] + [pair.decode for pair in pairs])
-    down = [f"{worker.address.target}: {worker.why_not}" for worker in workers if not worker.is_live]
+    down = [f"{worker}: {worker.why_not}" for worker in workers if not worker.is_live]
     return "; ".join(down + [f"{pair}: {pair.why_not}" for pair in pairs if pair.needs_probe])

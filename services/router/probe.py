@@ -15,7 +15,7 @@ from services.router.policy import LeastRooms, Lives, Pair
 _log = logging.getLogger(__name__)
 
 _AT_ONCE = 8
-_AGAIN_S = 0.5
+_FIRST_AGAIN_S, _LAST_AGAIN_S = 0.5, 2.0
 _TIMEOUT_S = 20.0
 
 
@@ -56,11 +56,13 @@ class Prober:
 
     async def _until_proven(self, pair: Pair) -> None:
         """Ends as well when one of the two is gone."""
+        again_s = _FIRST_AGAIN_S
         while (lives := pair.lives) is not None and pair.needs_probe:
             async with self._at_once:
                 await self._try(pair, lives)
             if pair.needs_probe:
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(again_s)
+                again_s = min(2 * again_s, _LAST_AGAIN_S)
         self._probed.discard(pair)
         self._changed.set()
 
@@ -69,8 +71,8 @@ class Prober:
             async for _ in self._dispatcher.generate_through(pair, _probe(pair)):
                 pass
         except PdError as error:
-            pair.note_probe(lives, f"the probe failed: {error.message}")
-            _log.warning("the probe through %s failed: %s", pair, error.message)
+            if pair.note_probe(lives, f"the probe failed: {error.message}"):  # said once, not at every attempt
+                _log.warning("the probe through %s failed, trying again: %s", pair, error.message)
             return
         pair.note_probe(lives, None)
         _log.info("%s is proven: a page has gone through", pair)

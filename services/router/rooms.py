@@ -22,7 +22,7 @@ class OpenRoom:
     """One request with its two legs.
 
     `answered` once its last output has come; `left` once nobody reads its outputs any more; `aborts` are the calls that
-    end the legs, once it is being aborted.
+    end the legs, once it is being aborted; `foreign` are the legs where somebody else has a room of this number.
     """
 
     request: GenerationRequest
@@ -31,6 +31,7 @@ class OpenRoom:
     answered: bool = False
     left: bool = False
     aborts: tuple[asyncio.Task[None], ...] = ()
+    foreign: tuple[Worker, ...] = ()
 
     @property
     def number(self) -> BootstrapRoom:

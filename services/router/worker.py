@@ -28,8 +28,8 @@ Sink = Callable[[Output], None]
 class Worker:
     """Live while its output stream stands and beats.
 
-    When it breaks every open room gets an output with the error, and the stream is opened again. `changed` is
-    set whenever it comes or goes.
+    When it breaks every room that has not had its last output gets one with the error, and the stream is opened again.
+    `changed` is set whenever it comes or goes.
     """
 
     def __init__(self, role: Role, address: BootstrapAddress, changed: asyncio.Event, dial: Dial) -> None:
@@ -62,11 +62,11 @@ class Worker:
 
     @property
     def open_rooms(self) -> int:
-        """Rooms that it has of this router."""
+        """Rooms of this router that it has not ended yet."""
         return len(self._sinks)
 
     def open(self, room: BootstrapRoom, sink: Sink) -> None:
-        """Sends the room's outputs to `sink` until `close`."""
+        """Sends the room's outputs to `sink`, up to the last one or until `close`."""
         self._sinks[room] = sink
 
     def close(self, room: BootstrapRoom) -> None:
@@ -76,7 +76,7 @@ class Worker:
     async def submit(self, request: GenerationRequest, parent: Context) -> None:
         """Raises the worker's own PdError when it refuses, NoWorkers when it is not live."""
         if self._subscriber is None:
-            raise NoWorkers(f"{self.role.value} {self.address.target} is not connected: {self.why_not}")
+            raise NoWorkers(f"{self} is not connected: {self.why_not}")
         await self._client.submit(request, self._subscriber, parent)
 
     async def abort(self, room: BootstrapRoom, message: str, ticket: bytes) -> None:
@@ -85,10 +85,11 @@ class Worker:
             try:
                 await self._client.abort_room(room, message, ticket)
             except PdError as error:
+                if not self.is_live:
+                    return
                 heard = not isinstance(error, PeerLost | DeadlineExceeded)
-                if heard or not self.is_live or not left:
-                    name = f"{self.role.value} {self.address.target}"
-                    _log.info("%s: room %s not aborted: %s", name, room, error.message)
+                if heard or not left:
+                    _log.info("%s: room %s not aborted: %s", self, room, self._reason(error))
                     return
                 await asyncio.sleep(_RECONNECT_S)
             else:
@@ -105,7 +106,7 @@ class Worker:
         while True:
             try:
                 await self._stream()
-                error: PdError = PeerLost(f"{self.role.value} {self.address.target} has ended the stream")
+                error: PdError = PeerLost("it has ended the stream")
             except TimeoutError:
                 error = PeerLost(f"no beat for {beats.patience_s():.1f} s")
             except PdError as broken:
@@ -132,18 +133,35 @@ class Worker:
                 patience.heard()
                 if self._subscriber is None:
                     self.model, self._subscriber = model, subscriber
-                    _log.info("%s %s is connected", self.role.value, self.address.target)
+                    _log.info("%s is connected", self)
                     self.changed.set()
                 for output in outputs:
-                    sink = self._sinks.get(output.room)
-                    if sink is not None:
-                        sink(output)
+                    self._hand_over(output)
+
+    def _hand_over(self, output: Output) -> None:
+        """After its last output a room does not need this worker: what prefill has handed off survives its end."""
+        sink = self._sinks.get(output.room)
+        if sink is None:
+            return
+        if output.is_last:
+            self.close(output.room)
+        sink(output)
 
     def _lost(self, error: PdError) -> None:
+        why_not = self._reason(error)
         if self.is_live:
-            _log.warning("%s %s is lost: %s", self.role.value, self.address.target, error.message)
-        self._subscriber, self.why_not = None, error.message
+            _log.warning("%s is lost: %s", self, why_not)
+        elif why_not != self.why_not:  # said once, not at every attempt
+            _log.warning("%s cannot be reached, trying again: %s", self, why_not)
+        self._subscriber, self.why_not = None, why_not
         self.changed.set()
-        lost = PeerLost(f"{self.role.value} {self.address.target} is gone: {error.message}", peer=self.address.target)
+        lost = PeerLost(f"{self} is gone: {why_not}", peer=self.address.target)
         for room, sink in tuple(self._sinks.items()):
             sink(Output(room, error=lost))
+
+    def _reason(self, error: PdError) -> str:
+        """Without the address that failed calls begin with: whoever says this says the address as well."""
+        return error.message.removeprefix(f"{self.address.target}: ")
+
+    def __str__(self) -> str:
+        return f"{self.role.value} {self.address.target}"

@@ -267,13 +267,23 @@ YEARS_10K_S = 315_576_000_000
     [
         (changed_request(bootstrap_room=0), "bootstrap_room"),
         (changed_request(bootstrap_host=""), "bootstrap_host"),
+        (changed_request(rid="r" * 257), "rid"),
         (changed_request(timeout=duration_pb2.Duration(seconds=-1)), "timeout"),
         (changed_request(timeout=duration_pb2.Duration()), "timeout"),
         (changed_request(timeout=duration_pb2.Duration(nanos=-1)), "timeout"),
         (changed_request(timeout=duration_pb2.Duration(seconds=YEARS_10K_S)), "timeout"),
         (changed_request(timeout=duration_pb2.Duration(seconds=2**62)), "timeout"),
     ],
-    ids=["room 0", "no host", "timeout -1 s", "timeout 0", "timeout -1 ns", "timeout 10000 years", "timeout 2**62 s"],
+    ids=[
+        "room 0",
+        "no host",
+        "long rid",
+        "timeout -1 s",
+        "timeout 0",
+        "timeout -1 ns",
+        "timeout 10000 years",
+        "timeout 2**62 s",
+    ],
 )
 def test_a_request_that_cannot_be_meant_is_refused_by_its_field(
     message: generation_pb2.GenerateRequest, field: str

@@ -149,7 +149,7 @@ class Attacked:
     async def suffer(self, call: HostileCall) -> None:
         """Asserts that it ends as a call may end."""
         error = await soon(_exchange(self._connections[call.process], call, call.data(self._genuine)))
-        assert error is None or _is_honest(error), (call, error)
+        assert error is None or _is_honest(error, call), (call, error)
 
     async def end_what_is_left(self) -> None:
         """Rooms that hostile requests have opened, and that now wait for a counterpart."""
@@ -191,10 +191,12 @@ async def _exchange(connection: Connection, call: HostileCall, data: bytes) -> g
     return None
 
 
-def _is_honest(error: grpc.aio.AioRpcError) -> bool:
-    """A reason of ours that is no defect, the caller's own deadline, or a method that this process has no use for."""
-    if error.code() in {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNIMPLEMENTED}:
+def _is_honest(error: grpc.aio.AioRpcError, call: HostileCall) -> bool:
+    """A reason of ours that is no defect, the end of a caller's patience with a stream, or what only engines do."""
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and call.goes_on:
         return True
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return call.process == "router"
     trailing: Any = error.trailing_metadata() or ()
     typed = any(key == "grpc-status-details-bin" for key, _ in trailing)
     return typed and from_rpc_error(error, "").reason is not Reason.INTERNAL
@@ -219,13 +221,13 @@ def complete(genuine: dict[str, Message], pair: Pair) -> None:
     Who takes those of a decode that lives can end its pairing: only certificates help against that.
     """
     prefill, stranger = convert.instance_to(pair.prefill.instance), types_pb2.Instance(instance_id="stranger", epoch=7)
-    ends = {"receiver": stranger, "sender": prefill}
     submit: Any = genuine["pd.v1.SubmitRequest"]
     submit.subscriber = SUBSCRIBER
     register: Any = genuine["pd.v1.RegisterReceiverRequest"]
     allocate: Any = genuine["pd.v1.AllocatePagesRequest"]
     register.receiver.CopyFrom(stranger)
     allocate.receiver.CopyFrom(stranger)
+    ends: dict[str, Any] = {"receiver": stranger, "sender": prefill, "registration": register.registration}
     for message in (
         bootstrap_pb2.RenewLeaseRequest(instance=prefill),
         bootstrap_pb2.UnregisterRankRequest(instance=prefill),

@@ -114,6 +114,13 @@ async def test_a_stream_without_a_message_and_one_with_many_are_both_served(conn
     assert await send(connection, "PageAllocation/HoldReceiver", b"", b"", b"") == [b"", b"", b""]
 
 
+async def test_what_goes_on_record_is_short(connection: Connection, rooms: FakeRooms) -> None:
+    """Whoever aborts rooms that nobody knows would otherwise fill the memory with messages."""
+    await GenerationClient(connection).abort_room(BootstrapRoom(5), "m" * 1_000_000)
+    _, error = rooms.aborted.get_nowait()
+    assert error.message == "m" * 1000
+
+
 async def test_each_error_is_counted_under_its_method_and_reason(
     control: ControlServer, connection: Connection
 ) -> None:

@@ -249,6 +249,7 @@ def test_what_differs_and_what_is_missing_is_said() -> None:
     with pytest.raises(StaleInstance) as stale:
         registry.register(replace(TP_B, instance=Instance("old", 0)), 0.0)
     assert stale.value.metadata == {"expected": "1", "got": "0"}
+    assert "b:8998 is registered as dp_rank 0, tp_rank 1, pp_rank 0; processes that run" in stale.value.message
 
 
 @pytest.mark.parametrize("address", ["", "a", "a:0", "a:65536", "0.0.0.0:1", "[::]:1", "http://a:1", "a:1 "])

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from google.protobuf.descriptor import Descriptor
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.context import Context
 from pd.v1 import (
+    abort_pb2,
+    bootstrap_pb2,
     generation_pb2,
     generation_pb2_grpc,
     page_allocation_pb2,
@@ -235,6 +238,25 @@ async def outcome(connection: Connection, ask: Ask, ticket: bytes) -> str:
     except PdError:
         pass
     return "let in"
+
+
+def carries_a_ticket(message: Descriptor) -> bool:
+    return any(
+        field.name == "ticket" or (field.message_type is not None and carries_a_ticket(field.message_type))
+        for field in message.fields
+    )
+
+
+def test_every_method_whose_request_carries_a_ticket_is_tried_below() -> None:
+    modules: tuple[Any, ...] = (bootstrap_pb2, page_allocation_pb2, transfer_status_pb2, abort_pb2, generation_pb2)
+    methods = [
+        method
+        for module in modules
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    ]
+    carrying = {method.name for method in methods if carries_a_ticket(method.input_type)}
+    assert {name.partition(" ")[0] for name in ASKS} == carrying
 
 
 @pytest.mark.parametrize("name", ASKS)

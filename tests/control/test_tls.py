@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -375,6 +376,30 @@ async def test_http_believes_a_new_authority_and_the_old_one_no_longer(
             await get(client, http_address, "pd-decode")
 
 
+def handshake(url: str, context: ssl.SSLContext, earlier: ssl.SSLSession | None) -> ssl.SSLSession | None:
+    """One request; gives what the client might resume."""
+    host, _, port = url.removeprefix("https://").rstrip("/").rpartition(":")
+    bare = socket.create_connection((host, int(port)), timeout=5)
+    with context.wrap_socket(bare, server_hostname="pd-decode", session=earlier) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: pd-decode\r\nConnection: close\r\n\r\n")
+        assert connection.recv(4096)
+        assert not connection.session_reused
+        return connection.session
+
+
+async def test_http_resumes_no_session_for_that_would_outlive_its_certificate(
+    authority: Authority, http_address: str
+) -> None:
+    files = authority.issue("person", to="person")
+    context = ssl.create_default_context(cafile=files.ca)
+    context.load_cert_chain(files.cert, files.key)
+    session = await asyncio.to_thread(handshake, http_address, context, None)
+    await asyncio.to_thread(handshake, http_address, context, session)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2  # it resumes by other means
+    with pytest.raises(ssl.SSLError):
+        await asyncio.to_thread(handshake, http_address, context, None)
+
+
 # --- settings ---
 
 
@@ -437,8 +462,11 @@ def test_what_is_open_to_others_is_said_loudly(
     assert "--ticket-key-file" not in caplog.text
     assert "--tls-cert" in caplog.text
     caplog.clear()
-    Security.open(settings(decode_files, ticket_key_file=keys), host)
+    closed = settings(decode_files, ticket_key_file=keys)
+    Security.open(closed, host)
     assert not caplog.records
+    Security.open(replace(closed, tls_verify_clients=False), host)
+    assert "--tls-verify-clients" in caplog.text
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]", "127.1.2.3", "localhost"])

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,12 @@ class Printed:
         return message
 
 
-async def grpcurl(address: str, *words: str, data: Any = None, max_time_s: float = 20.0) -> Printed:
-    """`data` is sent as JSON."""
+async def grpcurl(
+    address: str, *words: str, data: Any = None, max_time_s: float = 20.0, papers: Sequence[str] = ("-plaintext",)
+) -> Printed:
+    """`data` is sent as JSON; `papers` are the options that say how it proves who it is."""
     sent = [] if data is None else ["-d", json.dumps(data)]
-    return await _run(GRPCURL, "-plaintext", "-max-time", str(max_time_s), *sent, address, *words)
+    return await _run(GRPCURL, *papers, "-max-time", str(max_time_s), *sent, address, *words)
 
 
 async def buf_curl(home: Path, address: str, method: str, data: Any) -> Printed:

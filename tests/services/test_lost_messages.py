@@ -16,6 +16,7 @@ from pd_common.handoff.state import TransferState
 from pd_common.types import BootstrapRoom
 from tests.services.byte_engine import Gate
 from tests.services.messages import (
+    ALWAYS,
     FAILURE,
     FAULTS,
     OFFER,
@@ -26,10 +27,10 @@ from tests.services.messages import (
     be_impatient,
     both_ended,
 )
-from tests.services.pair import Pair, running, soon, until
-from tests.services.tap import Rule
+from tests.services.pair import Pair, running, soon, turns, until
+from tests.services.tap import Rule, held, lost
 
-ROOM = BootstrapRoom(7)
+ROOM, NEXT = BootstrapRoom(7), 8
 BOUND_S = 10.0
 
 
@@ -172,6 +173,33 @@ async def test_pages_of_an_offer_that_went_unanswered_are_not_free_because_a_lat
     await soon(writing.reached.wait())
     await until(lambda: ROOM in pair.decode.drain.quarantine)
     writing.set()
+
+
+async def test_an_offer_that_arrives_when_its_pairing_has_been_replaced_is_refused(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another host the fence of the first pairing has freed its pages; it does not keep out who writes by the next.
+
+    That prefill cannot be asked meanwhile: so nobody has told it that the room is over.
+    """
+    monkeypatch.setattr(pair.decode.drain.quarantine, "_host_id", "another host")
+    late, answers = Gate(), pair.at_prefill.tap.rules
+    answers["AbortRoom"] = lost(ALWAYS)
+    answers["AllocatePages"] = held(late, applies=lambda offer: offer.bootstrap_room == ROOM)
+    await pair.submit(pair.request(ROOM))
+    await soon(late.reached.wait())
+    (first,) = pair.decode.prefills._paired.values()
+    await pair.decode.prefills.forget(first, "no beat")
+    assert isinstance(await pair.at_decode.client.failure(ROOM), PeerLost)
+    await until(lambda: pair.decode.service.pool_status().pages_free == pair.decode.engine.pages.num_pages)
+    await pair.serve(NEXT)
+    del answers["AbortRoom"]
+    offers = pair.at_prefill.tap.passed.count("AllocatePages")
+    late.set()
+    await until(lambda: pair.at_prefill.tap.passed.count("AllocatePages") > offers)
+    await turns()
+    assert pair.prefill.transfers.get(ROOM).offer is None
+    await pair.at_prefill.client.abort(ROOM)
 
 
 async def test_a_room_that_ends_while_its_pages_are_checked_keeps_them_until_prefill_is_quiet(

@@ -17,13 +17,13 @@ from pd_common.control.bootstrap_servicer import BootstrapServicer
 from pd_common.control.connection import Connection
 from pd_common.control.registry import Registry
 from pd_common.control.server import ControlServer
-from pd_common.errors import InvalidRequest, LayoutMismatch, StaleInstance, TopologyIncomplete
+from pd_common.errors import CapacityExceeded, InvalidRequest, LayoutMismatch, StaleInstance, TopologyIncomplete
 from pd_common.types import BootstrapRoom, Instance, RankInfo, RankPosition, Role, Topology
 from services.prefill import membership
 from services.prefill.membership import Membership
 from tests.control.serving import DATA_PLANE, LAYOUT, LOOPBACK
 from tests.services.pair import soon, until
-from tests.services.tap import Tap, lost
+from tests.services.tap import PassOn, Tap, lost
 
 ROOM, OTHER = BootstrapRoom(1), BootstrapRoom(2)
 LONG_LEASE_S = 3600.0
@@ -157,6 +157,23 @@ async def test_a_message_that_is_lost_is_sent_again(directory: DirectoryServer, 
     async with staying(directory.member(ALONE)):
         await until(lambda: directory.tap.passed.count("RenewLease") > 2)
         assert await directory.complete() == (ALONE,)
+
+
+async def test_a_directory_that_has_too_much_to_do_is_asked_again(directory: DirectoryServer) -> None:
+    await directory.stop()
+    await directory.start(SHORT_LEASE_S)
+    refused = 0
+
+    async def busy_once(_: Any, pass_on: PassOn) -> Any:
+        nonlocal refused
+        refused += 1
+        if refused == 1:
+            raise CapacityExceeded("too many calls")
+        return await pass_on()
+
+    directory.tap.rules["RenewLease"] = busy_once
+    async with staying(directory.member(ALONE)):
+        await until(lambda: refused > 2)
 
 
 async def test_ranks_register_again_with_a_directory_that_has_restarted(directory: DirectoryServer) -> None:

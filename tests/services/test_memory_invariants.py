@@ -133,6 +133,7 @@ async def test_pages_that_were_not_registered_are_not_written(pair: Pair, change
         "bootstrap_room": ROOM,
         "receiver": convert.instance_to(pair.decode.instance),
         "sender": convert.instance_to(pair.prefill.instance),
+        "registration": 1,
         "page_ids": [0, 1, 2],
         "metadata_slot": types_pb2.MetadataSlot(index=0, generation=1),
         "prompt_tokens": 10,

@@ -33,7 +33,9 @@ async def offered(pair: Pair, **changes: Any) -> TransferState:
     offer = Offer(pair.decode.instance, (4, 5, 6), Slot(1, 9), 0, 10, b"d" * 16)
     (prefill,) = pair.decode.prefills._paired.values()
     state: TransferState = await soon(
-        prefill.client.allocate_pages(ROOM, prefill.instance, replace(offer, **changes), 30.0, Context())
+        prefill.client.allocate_pages(
+            ROOM, prefill.instance, prefill.registration, replace(offer, **changes), 30.0, Context()
+        )
     )
     return state
 

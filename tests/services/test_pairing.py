@@ -19,8 +19,9 @@ from pd_common.types import BootstrapAddress, BootstrapRoom, Instance
 from services.decode import pairing
 from services.decode.pairing import Prefill
 from tests.services.byte_engine import Gate
+from tests.services.lives import PrefillLife
 from tests.services.pair import Node, Pair, running, soon, until
-from tests.services.tap import lost
+from tests.services.tap import answer_held, lost
 from tests.services.test_memory_invariants import registration
 
 ROOM, NEXT = 7, 8
@@ -125,12 +126,44 @@ async def test_a_canary_is_asked_for_by_whoever_is_registered_here_with_a_whole_
     await paired(pair)
     client, mine, theirs = pair.at_prefill.peer_client, pair.decode.instance, pair.prefill.instance
     with pytest.raises(ReceiverUnknown):
-        await client.send_canary(Instance("stranger", 1), theirs, 0, SEED)
+        await client.send_canary(Instance("stranger", 1), theirs, 1, 0, SEED)
     with pytest.raises(StaleInstance):
-        await client.send_canary(mine, Instance(theirs.instance_id, theirs.epoch + 1), 0, SEED)
+        await client.send_canary(mine, Instance(theirs.instance_id, theirs.epoch + 1), 1, 0, SEED)
     with pytest.raises(InvalidRequest) as raised:
-        await client.send_canary(mine, theirs, 0, SEED[:15])
+        await client.send_canary(mine, theirs, 1, 0, SEED[:15])
     assert raised.value.metadata == {"field": "seed"}
+    with pytest.raises(InvalidRequest) as raised:
+        await client.send_canary(mine, Instance("", 0), 1, 0, SEED)
+    assert raised.value.metadata == {"field": "sender"}
+    with pytest.raises(ReceiverUnknown, match="another registration"):
+        await client.send_canary(mine, theirs, 2, 0, SEED)
+
+
+async def test_a_meeting_that_would_go_well_while_decode_stops_leaves_no_port(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another pairing is being ended meanwhile, and its port takes its time."""
+    first = await paired(pair)
+    fence, may_fence = first.port.fence, Gate()
+
+    async def slow() -> None:
+        await may_fence.wait()
+        await fence()
+
+    monkeypatch.setattr(first.port, "fence", slow)
+    other, canary = Node(PrefillLife(pair.network, 8, 2, 8, 60.0)), Gate()
+    await other.start()
+    other.tap.rules["SendCanary"] = answer_held(canary)
+    meeting = asyncio.create_task(pair.decode.prefills.pair_with(other.address, BootstrapRoom(1)))
+    await soon(canary.reached.wait())
+    closing = asyncio.create_task(pair.decode.prefills.close())
+    await soon(may_fence.reached.wait())
+    canary.set()
+    await asyncio.wait([meeting], timeout=10)
+    may_fence.set()
+    await soon(closing)
+    assert (pair.decode.prefills.peers([]), pair.network.ports) == ((), {})
+    await other.stop()
 
 
 # --- a pairing that nobody uses ---

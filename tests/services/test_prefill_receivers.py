@@ -107,9 +107,14 @@ class Prefill:
         self.lost.append(instance)
 
     async def register(
-        self, instance: Instance, address: str = HERE, data_address: bytes = b"", layout: KvLayout = LAYOUT
+        self,
+        instance: Instance,
+        address: str = HERE,
+        data_address: bytes = b"",
+        layout: KvLayout = LAYOUT,
+        registration: int = 1,
     ) -> Receiver:
-        return await self.receivers.register(instance, address, layout, POOL, CANARIES, data_address)
+        return await self.receivers.register(instance, registration, address, layout, POOL, CANARIES, data_address)
 
     @property
     def open_channels(self) -> list[FakeChannel]:
@@ -174,6 +179,14 @@ async def test_an_earlier_process_is_refused(prefill: Prefill) -> None:
     assert prefill.open_channels == [receiver.channel]
 
 
+async def test_a_registration_that_arrives_after_a_later_one_of_its_process_is_refused(prefill: Prefill) -> None:
+    receiver = await prefill.register(FIRST, registration=2)
+    with pytest.raises(StaleInstance):
+        await prefill.register(FIRST, registration=1)
+    assert prefill.receivers.is_current(receiver)
+    assert prefill.open_channels == [receiver.channel]
+
+
 async def test_a_registration_that_cannot_be_reached_changes_nothing(prefill: Prefill) -> None:
     receiver = await prefill.register(FIRST)
     with pytest.raises(TransferFailed):
@@ -203,11 +216,8 @@ async def test_dropping_a_replaced_registration_does_not_touch_its_successor(pre
 async def test_only_registrations_that_nobody_holds_run_out(prefill: Prefill) -> None:
     unheld, held = await prefill.register(FIRST), await prefill.register(OTHER, THERE)
     held.held = True
-    await prefill.receivers.drop_unheld(unheld.registered_at + beats.patience_s())
-    assert prefill.lost == []
-    await prefill.receivers.drop_unheld(held.registered_at + beats.patience_s() + 0.1)
-    assert prefill.lost == [FIRST]
-    assert prefill.receivers.get(OTHER) is held
+    assert prefill.receivers.unheld(unheld.registered_at + beats.patience_s()) == []
+    assert prefill.receivers.unheld(held.registered_at + beats.patience_s() + 0.1) == [unheld]
 
 
 async def test_an_earlier_process_that_connects_slowly_does_not_displace_its_successor(prefill: Prefill) -> None:

@@ -217,6 +217,28 @@ async def test_a_deadline_on_either_side_ends_both_though_a_write_is_stuck(pair:
     gate.set()
 
 
+async def test_deadlines_hold_while_a_registration_that_nobody_holds_is_being_closed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pair.serve(OTHER)
+    receiver, closing, may_close = receiver_of(pair), asyncio.Event(), Gate()
+    close = receiver.channel.close
+
+    async def slow() -> None:
+        closing.set()
+        await may_close.wait()
+        await close()
+
+    monkeypatch.setattr(receiver.channel, "close", slow)
+    receiver.held, receiver.registered_at = False, 0.0
+    await soon(closing.wait())
+    try:
+        await pair.at_prefill.client.submit(pair.request(ROOM, timeout_s=0.1))
+        assert isinstance(await soon(pair.at_prefill.client.failure(ROOM)), DeadlineExceeded)
+    finally:
+        may_close.set()
+
+
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 async def test_two_legs_with_different_prompts_end_at_once(pair: Pair, first: str) -> None:
     at_prefill, at_decode = pair.request(ROOM, prompt_tokens=9), pair.request(ROOM, prompt_tokens=10)

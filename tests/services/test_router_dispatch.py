@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ from tests.services.engine_server import (
     until_live,
     until_lost,
 )
+from tests.services.pair import until
 
 REQUEST = ClientRequest(
     prompt=(1, 2, 3),
@@ -244,6 +246,18 @@ async def test_a_refusal_by_either_leg_is_the_answer_and_both_legs_end(
     assert [worker.open_rooms for worker in cluster.workers] == [0, 0]
 
 
+async def test_a_room_that_an_engine_has_of_somebody_else_goes_on_there(
+    dispatcher: Dispatcher, prefill: EngineServer, decode: EngineServer
+) -> None:
+    """As when a client of another router has chosen the same number."""
+    decode.rooms.refusal = RoomInUse("room 5 is in use")
+    with pytest.raises(RoomInUse):
+        await anext(dispatcher.generate(replace(REQUEST, room=ROOM)))
+    assert await prefill.next_abort() == (ROOM, "room 5 is in use")
+    await dispatcher.close()
+    assert decode.rooms.aborted.empty()
+
+
 @pytest.mark.parametrize("failing", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("pieces_before", [0, 1])
 async def test_a_leg_that_fails_ends_the_answer_with_its_error_and_the_other_leg(
@@ -281,7 +295,7 @@ async def test_a_process_that_dies_fails_its_rooms_and_is_used_again_when_it_is_
         await answer.whole()
     assert (await other.next_abort())[0] == ROOM
     assert not dispatcher.is_ready
-    with pytest.raises(NoWorkers, match=rf"no usable pair: 127.0.0.1:{dead.port}: "):
+    with pytest.raises(NoWorkers, match=rf"no usable pair: {dying.value} 127.0.0.1:{dead.port}: (?!127)"):
         await anext(dispatcher.generate(REQUEST))
 
     await dead.start()
@@ -296,8 +310,9 @@ async def test_a_process_that_dies_fails_its_rooms_and_is_used_again_when_it_is_
 
 
 async def test_a_process_that_dies_takes_every_one_of_its_rooms_along(
-    dispatcher: Dispatcher, decode: EngineServer
+    dispatcher: Dispatcher, decode: EngineServer, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     answers = [Answer(dispatcher.generate(REQUEST)) for _ in range(3)]
     for _ in answers:
         await decode.next_request()
@@ -305,7 +320,26 @@ async def test_a_process_that_dies_takes_every_one_of_its_rooms_along(
     for answer in answers:
         with pytest.raises(PeerLost):
             await answer.whole()
+    await dispatcher.close()
+    assert "not aborted" not in caplog.text  # nobody wants a line for each of a thousand rooms
     await decode.start()
+
+
+async def test_what_prefill_has_handed_off_survives_its_end(
+    cluster: Cluster, dispatcher: Dispatcher, prefill: EngineServer, decode: EngineServer
+) -> None:
+    answer = Answer(dispatcher.generate(replace(REQUEST, room=ROOM)))
+    await prefill.next_request()
+    await decode.next_request()
+    prefill.publish(handed_off(ROOM))
+    decode.publish(piece(ROOM, 1))
+    await answer.next_piece()
+    await until(lambda: cluster.prefills[0].open_rooms == 0)
+    await prefill.stop()
+    await until_lost(cluster.prefills[0], cluster.changed)
+    decode.publish(ending(ROOM))
+    assert await answer.whole() == [piece(ROOM, 1), ending(ROOM)]
+    assert nothing_aborted(cluster)
 
 
 @pytest.mark.parametrize("pieces_before", [0, 1])

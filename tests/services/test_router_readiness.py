@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from pd_common.control.server import ControlServer
 from pd_common.errors import CapacityExceeded, InvalidRequest, NoWorkers, PdError, PeerLost, TransferFailed
 from pd_common.generation import ClientRequest, Output, SamplingParams
 from pd_common.types import BootstrapAddress, BootstrapRoom, Role
+from services.router import probe as probes
+from services.router import worker as workers
 from services.router.dispatch import Dispatcher
 from services.router.policy import LeastRooms, Pair
 from services.router.probe import Prober
@@ -162,8 +166,10 @@ async def test_without_workers_the_error_says_what_is_the_matter_with_each() -> 
     decode = Worker(Role.DECODE, BootstrapAddress("d", 2), changed, dial_plain)
     dispatcher = Dispatcher(LeastRooms([prefill], [decode]))
     assert not dispatcher.is_ready
-    assert dispatcher.not_ready_reason() == "p:1: not connected yet; d:2: not connected yet"
-    with pytest.raises(NoWorkers, match="no usable pair: p:1: not connected yet; d:2: not connected yet"):
+    assert dispatcher.not_ready_reason() == "prefill p:1: not connected yet; decode d:2: not connected yet"
+    with pytest.raises(
+        NoWorkers, match="no usable pair: prefill p:1: not connected yet; decode d:2: not connected yet"
+    ):
         await anext(dispatcher.generate(REQUEST))
     calls: list[Any] = [dispatcher.model(), dispatcher.tokenize_text("a")]
     for call in calls:
@@ -302,6 +308,41 @@ async def test_a_pair_through_which_a_room_has_failed_is_probed_again_before_it_
     assert router.policy.pick(None).decode.address == first.address
 
 
+async def test_the_only_pair_is_used_while_in_doubt_and_not_when_its_probe_has_failed(make: Make) -> None:
+    router = await make(1, 1)
+    router.cluster.prove_all()
+    (pair,) = router.policy.pairs
+    (decode,) = router.cluster.decode_servers
+    request = asyncio.create_task(_all_of(router, REQUEST))
+    decode.publish(failed((await decode.next_request()).room, TransferFailed("a write failed")))
+    with pytest.raises(TransferFailed):
+        await soon(request)
+    assert not pair.is_proven
+    assert router.policy.pick(None) is pair
+    assert router.dispatcher.is_ready
+    router.probe()
+    decode.publish(failed((await decode.next_request()).room, TransferFailed("no route to memory")))
+    await soon(_all_said(router, ["no route to memory"]))
+    assert not router.dispatcher.is_ready
+    with pytest.raises(NoWorkers, match="no route to memory"):
+        router.policy.pick(None)
+
+
+async def test_a_probe_that_fails_in_the_same_way_again_is_logged_once(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = quick_probes(monkeypatch)
+    router = await make(1, 1)
+    (decode,) = router.cluster.decode_servers
+    router.probe()
+    for reason in ("first", "first", "first", "second"):
+        decode.publish(failed((await decode.next_request()).room, TransferFailed(reason)))
+    await decode.next_request()
+    said = [record.getMessage() for record in caplog.records if record.name == probes.__name__]
+    assert [message.rpartition(": ")[2] for message in said] == ["first", "second"]
+    assert waits == [0.5, 1.0, 2.0, 2.0]
+
+
 async def test_a_room_that_fails_by_its_own_fault_is_no_reason_to_doubt_the_pair(make: Make) -> None:
     router = await make(1, 1)
     router.cluster.prove_all()
@@ -333,6 +374,30 @@ async def test_a_request_may_use_the_pair_that_was_proven_while_another_is_probe
 @pytest.fixture
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beats, "BEAT_S", 0.02)
+
+
+async def test_a_worker_that_cannot_be_reached_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_RECONNECT_S", 0.0)
+    dials = asyncio.Semaphore(0)
+
+    def dial(address: str, role: Role) -> Connection:
+        dials.release()
+        return dial_plain(address, role)
+
+    with socket.socket() as bound:  # and nobody listens
+        bound.bind((LOOPBACK, 0))
+        address = BootstrapAddress(LOOPBACK, bound.getsockname()[1])
+        unreachable = Worker(Role.PREFILL, address, asyncio.Event(), dial)
+        running = asyncio.create_task(unreachable.run())
+        for _ in range(4):
+            await soon(dials.acquire())
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await unreachable.stop()
+    assert [record.levelname for record in caplog.records if record.name == workers.__name__] == ["WARNING"]
+    assert f"prefill {address.target} cannot be reached, trying again: failed to connect" in caplog.text
 
 
 @pytest.mark.usefixtures("quick_beats")
@@ -372,6 +437,17 @@ async def test_a_worker_that_beats_no_more_is_lost_with_its_rooms() -> None:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await worker.stop()
+
+
+def quick_probes(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Probes are tried again at once; gives the waits that were left out."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(probes, "asyncio", SimpleNamespace(sleep=sleep, Semaphore=asyncio.Semaphore))
+    return waits
 
 
 def failed(room: BootstrapRoom, error: PdError) -> Output:

@@ -19,7 +19,7 @@ from opentelemetry.context import Context
 from pd_common.control.connection import Connection
 from pd_common.control.generation_client import GenerationClient
 from pd_common.control.server import LIVENESS, ControlServer
-from pd_common.errors import InternalError, PdError, ShuttingDown
+from pd_common.errors import InternalError, InvalidRequest, PdError, ShuttingDown
 from pd_common.generation import Output
 from pd_common.transport.fake import FAKE_BOOTSTRAP_HOST
 from pd_common.types import BootstrapAddress
@@ -199,6 +199,25 @@ async def test_a_task_of_the_router_that_dies_ends_it(task: str, name: str) -> N
         kill_task(task)
         await live.stops_serving()
         await assert_ends(served, name)
+
+
+@pytest.mark.parametrize("option", ["--http-port", "--metrics-port"])
+async def test_a_router_that_cannot_start_leaves_nothing_behind(option: str) -> None:
+    port, nobody = free_port(), f"{LOOPBACK}:{free_port()}"
+    with socket.create_server((LOOPBACK, 0)) as busy:
+        flags = ["--prefill", nobody, "--decode", nobody, "--grpc-port", str(port), "--http-port", "0"]
+        context = router.main.make_context("test", [*flags, option, str(busy.getsockname()[1])])
+        with pytest.raises(InvalidRequest, match="cannot listen on"):
+            await soon(router.serve(**context.params))
+    with socket.socket() as again:  # nobody listens there any more
+        again.bind((LOOPBACK, port))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_router_refuses_an_address_that_is_given_twice(role: str) -> None:
+    flags = ["--prefill", "p:1", "--decode", "d:2", f"--{role}", f"{role[0]}:{'1' if role == 'prefill' else '2'}"]
+    with pytest.raises(InvalidRequest, match=f"--{role} .* is given more than once"):
+        await soon(router.serve(**options_of(router.main, *flags)))
 
 
 async def test_a_probe_that_dies_is_a_death() -> None:

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from pd.v1 import types_pb2 as pd_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpd/v1/page_allocation.proto\x12\x05pd.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x11pd/v1/types.proto\"\xd1\x02\n\x17RegisterReceiverRequest\x12!\n\x08receiver\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x1f\n\x06sender\x18\x02 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x17\n\x0f\x63ontrol_address\x18\x03 \x01(\t\x12\x1f\n\x06layout\x18\x04 \x01(\x0b\x32\x0f.pd.v1.KvLayout\x12\x14\n\x0c\x64\x61ta_address\x18\x05 \x01(\x0c\x12\x14\n\x0c\x62uffer_bases\x18\x06 \x03(\x06\x12\x11\n\tnum_pages\x18\x07 \x01(\r\x12\x15\n\rmetadata_base\x18\x08 \x01(\x06\x12\x1f\n\x17metadata_item_len_bytes\x18\t \x01(\r\x12\x16\n\x0emetadata_slots\x18\n \x01(\r\x12\x13\n\x0b\x63\x61nary_base\x18\x0b \x01(\x06\x12\x14\n\x0c\x63\x61nary_pages\x18\x0c \x01(\r\"r\n\x18RegisterReceiverResponse\x12\x1f\n\x06sender\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12$\n\x07process\x18\x02 \x01(\x0b\x32\x13.pd.v1.ProcessProof\x12\x0f\n\x07\x63\x61rrier\x18\x03 \x01(\t\"Y\n\x13HoldReceiverRequest\x12!\n\x08receiver\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x1f\n\x06sender\x18\x02 \x01(\x0b\x32\x0f.pd.v1.Instance\"C\n\x14HoldReceiverResponse\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"s\n\x11SendCanaryRequest\x12!\n\x08receiver\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x1f\n\x06sender\x18\x02 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x0c\n\x04page\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x0c\"=\n\x12SendCanaryResponse\x12\'\n\x04took\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1f\n\x0cStateIndices\x12\x0f\n\x07indices\x18\x01 \x03(\r\"\xe3\x02\n\x14\x41llocatePagesRequest\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12!\n\x08receiver\x18\x02 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x1f\n\x06sender\x18\x03 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x10\n\x08page_ids\x18\x04 \x03(\r\x12*\n\rmetadata_slot\x18\x05 \x01(\x0b\x32\x13.pd.v1.MetadataSlot\x12\x19\n\x11\x64\x65\x63ode_prefix_len\x18\x06 \x01(\r\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x15\n\rprompt_digest\x18\x08 \x01(\x0c\x12,\n\ttime_left\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06ticket\x18\n \x01(\x0c\x12*\n\rstate_indices\x18\x0b \x03(\x0b\x32\x13.pd.v1.StateIndices\"<\n\x15\x41llocatePagesResponse\x12#\n\x05state\x18\x01 \x01(\x0e\x32\x14.pd.v1.TransferState2\xc1\x02\n\x0ePageAllocation\x12S\n\x10RegisterReceiver\x12\x1e.pd.v1.RegisterReceiverRequest\x1a\x1f.pd.v1.RegisterReceiverResponse\x12K\n\x0cHoldReceiver\x12\x1a.pd.v1.HoldReceiverRequest\x1a\x1b.pd.v1.HoldReceiverResponse(\x01\x30\x01\x12\x41\n\nSendCanary\x12\x18.pd.v1.SendCanaryRequest\x1a\x19.pd.v1.SendCanaryResponse\x12J\n\rAllocatePages\x12\x1b.pd.v1.AllocatePagesRequest\x1a\x1c.pd.v1.AllocatePagesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpd/v1/page_allocation.proto\x12\x05pd.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x11pd/v1/types.proto\"\xe7\x02\n\x17RegisterReceiverRequest\x12!\n\x08receiver\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x1f\n\x06sender\x18\x02 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x17\n\x0f\x63ontrol_address\x18\x03 \x01(\t\x12\x1f\n\x06layout\x18\x04 \x01(\x0b\x32\x0f.pd.v1.KvLayout\x12\x14\n\x0c\x64\x61ta_address\x18\x05 \x01(\x0c\x12\x14\n\x0c\x62uffer_bases\x18\x06 \x03(\x06\x12\x11\n\tnum_pages\x18\x07 \x01(\r\x12\x15\n\rmetadata_base\x18\x08 \x01(\x06\x12\x1f\n\x17metadata_item_len_bytes\x18\t \x01(\r\x12\x16\n\x0emetadata_slots\x18\n \x01(\r\x12\x13\n\x0b\x63\x61nary_base\x18\x0b \x01(\x06\x12\x14\n\x0c\x63\x61nary_pages\x18\x0c \x01(\r\x12\x14\n\x0cregistration\x18\r \x01(\x04\"r\n\x18RegisterReceiverResponse\x12\x1f\n\x06sender\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12$\n\x07process\x18\x02 \x01(\x0b\x32\x13.pd.v1.ProcessProof\x12\x0f\n\x07\x63\x61rrier\x18\x03 \x01(\t\"o\n\x13HoldReceiverRequest\x12!\n\x08receiver\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x1f\n\x06sender\x18\x02 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x14\n\x0cregistration\x18\x03 \x01(\x04\"C\n\x14HoldReceiverResponse\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x89\x01\n\x11SendCanaryRequest\x12!\n\x08receiver\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x1f\n\x06sender\x18\x02 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x0c\n\x04page\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x0c\x12\x14\n\x0cregistration\x18\x05 \x01(\x04\"=\n\x12SendCanaryResponse\x12\'\n\x04took\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1f\n\x0cStateIndices\x12\x0f\n\x07indices\x18\x01 \x03(\r\"\xf9\x02\n\x14\x41llocatePagesRequest\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12!\n\x08receiver\x18\x02 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x1f\n\x06sender\x18\x03 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x10\n\x08page_ids\x18\x04 \x03(\r\x12*\n\rmetadata_slot\x18\x05 \x01(\x0b\x32\x13.pd.v1.MetadataSlot\x12\x19\n\x11\x64\x65\x63ode_prefix_len\x18\x06 \x01(\r\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x15\n\rprompt_digest\x18\x08 \x01(\x0c\x12,\n\ttime_left\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06ticket\x18\n \x01(\x0c\x12*\n\rstate_indices\x18\x0b \x03(\x0b\x32\x13.pd.v1.StateIndices\x12\x14\n\x0cregistration\x18\x0c \x01(\x04\"<\n\x15\x41llocatePagesResponse\x12#\n\x05state\x18\x01 \x01(\x0e\x32\x14.pd.v1.TransferState2\xc1\x02\n\x0ePageAllocation\x12S\n\x10RegisterReceiver\x12\x1e.pd.v1.RegisterReceiverRequest\x1a\x1f.pd.v1.RegisterReceiverResponse\x12K\n\x0cHoldReceiver\x12\x1a.pd.v1.HoldReceiverRequest\x1a\x1b.pd.v1.HoldReceiverResponse(\x01\x30\x01\x12\x41\n\nSendCanary\x12\x18.pd.v1.SendCanaryRequest\x1a\x19.pd.v1.SendCanaryResponse\x12J\n\rAllocatePages\x12\x1b.pd.v1.AllocatePagesRequest\x1a\x1c.pd.v1.AllocatePagesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pd.v1.page_allocation_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REGISTERRECEIVERREQUEST']._serialized_start=90
-  _globals['_REGISTERRECEIVERREQUEST']._serialized_end=427
-  _globals['_REGISTERRECEIVERRESPONSE']._serialized_start=429
-  _globals['_REGISTERRECEIVERRESPONSE']._serialized_end=543
-  _globals['_HOLDRECEIVERREQUEST']._serialized_start=545
-  _globals['_HOLDRECEIVERREQUEST']._serialized_end=634
-  _globals['_HOLDRECEIVERRESPONSE']._serialized_start=636
-  _globals['_HOLDRECEIVERRESPONSE']._serialized_end=703
-  _globals['_SENDCANARYREQUEST']._serialized_start=705
-  _globals['_SENDCANARYREQUEST']._serialized_end=820
-  _globals['_SENDCANARYRESPONSE']._serialized_start=822
-  _globals['_SENDCANARYRESPONSE']._serialized_end=883
-  _globals['_STATEINDICES']._serialized_start=885
-  _globals['_STATEINDICES']._serialized_end=916
-  _globals['_ALLOCATEPAGESREQUEST']._serialized_start=919
-  _globals['_ALLOCATEPAGESREQUEST']._serialized_end=1274
-  _globals['_ALLOCATEPAGESRESPONSE']._serialized_start=1276
-  _globals['_ALLOCATEPAGESRESPONSE']._serialized_end=1336
-  _globals['_PAGEALLOCATION']._serialized_start=1339
-  _globals['_PAGEALLOCATION']._serialized_end=1660
+  _globals['_REGISTERRECEIVERREQUEST']._serialized_end=449
+  _globals['_REGISTERRECEIVERRESPONSE']._serialized_start=451
+  _globals['_REGISTERRECEIVERRESPONSE']._serialized_end=565
+  _globals['_HOLDRECEIVERREQUEST']._serialized_start=567
+  _globals['_HOLDRECEIVERREQUEST']._serialized_end=678
+  _globals['_HOLDRECEIVERRESPONSE']._serialized_start=680
+  _globals['_HOLDRECEIVERRESPONSE']._serialized_end=747
+  _globals['_SENDCANARYREQUEST']._serialized_start=750
+  _globals['_SENDCANARYREQUEST']._serialized_end=887
+  _globals['_SENDCANARYRESPONSE']._serialized_start=889
+  _globals['_SENDCANARYRESPONSE']._serialized_end=950
+  _globals['_STATEINDICES']._serialized_start=952
+  _globals['_STATEINDICES']._serialized_end=983
+  _globals['_ALLOCATEPAGESREQUEST']._serialized_start=986
+  _globals['_ALLOCATEPAGESREQUEST']._serialized_end=1363
+  _globals['_ALLOCATEPAGESRESPONSE']._serialized_start=1365
+  _globals['_ALLOCATEPAGESRESPONSE']._serialized_end=1425
+  _globals['_PAGEALLOCATION']._serialized_start=1428
+  _globals['_PAGEALLOCATION']._serialized_end=1749
 # @@protoc_insertion_point(module_scope)

@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RegisterReceiverRequest(_message.Message):
-    __slots__ = ("receiver", "sender", "control_address", "layout", "data_address", "buffer_bases", "num_pages", "metadata_base", "metadata_item_len_bytes", "metadata_slots", "canary_base", "canary_pages")
+    __slots__ = ("receiver", "sender", "control_address", "layout", "data_address", "buffer_bases", "num_pages", "metadata_base", "metadata_item_len_bytes", "metadata_slots", "canary_base", "canary_pages", "registration")
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class RegisterReceiverRequest(_message.Message):
     METADATA_SLOTS_FIELD_NUMBER: _ClassVar[int]
     CANARY_BASE_FIELD_NUMBER: _ClassVar[int]
     CANARY_PAGES_FIELD_NUMBER: _ClassVar[int]
+    REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     receiver: _types_pb2.Instance
     sender: _types_pb2.Instance
     control_address: str
@@ -36,7 +37,8 @@ class RegisterReceiverRequest(_message.Message):
     metadata_slots: int
     canary_base: int
     canary_pages: int
-    def __init__(self, receiver: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sender: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., control_address: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KvLayout, _Mapping]] = ..., data_address: _Optional[bytes] = ..., buffer_bases: _Optional[_Iterable[int]] = ..., num_pages: _Optional[int] = ..., metadata_base: _Optional[int] = ..., metadata_item_len_bytes: _Optional[int] = ..., metadata_slots: _Optional[int] = ..., canary_base: _Optional[int] = ..., canary_pages: _Optional[int] = ...) -> None: ...
+    registration: int
+    def __init__(self, receiver: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sender: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., control_address: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KvLayout, _Mapping]] = ..., data_address: _Optional[bytes] = ..., buffer_bases: _Optional[_Iterable[int]] = ..., num_pages: _Optional[int] = ..., metadata_base: _Optional[int] = ..., metadata_item_len_bytes: _Optional[int] = ..., metadata_slots: _Optional[int] = ..., canary_base: _Optional[int] = ..., canary_pages: _Optional[int] = ..., registration: _Optional[int] = ...) -> None: ...
 
 class RegisterReceiverResponse(_message.Message):
     __slots__ = ("sender", "process", "carrier")
@@ -49,12 +51,14 @@ class RegisterReceiverResponse(_message.Message):
     def __init__(self, sender: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., process: _Optional[_Union[_types_pb2.ProcessProof, _Mapping]] = ..., carrier: _Optional[str] = ...) -> None: ...
 
 class HoldReceiverRequest(_message.Message):
-    __slots__ = ("receiver", "sender")
+    __slots__ = ("receiver", "sender", "registration")
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
+    REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     receiver: _types_pb2.Instance
     sender: _types_pb2.Instance
-    def __init__(self, receiver: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sender: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ...) -> None: ...
+    registration: int
+    def __init__(self, receiver: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sender: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., registration: _Optional[int] = ...) -> None: ...
 
 class HoldReceiverResponse(_message.Message):
     __slots__ = ("interval",)
@@ -63,16 +67,18 @@ class HoldReceiverResponse(_message.Message):
     def __init__(self, interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SendCanaryRequest(_message.Message):
-    __slots__ = ("receiver", "sender", "page", "seed")
+    __slots__ = ("receiver", "sender", "page", "seed", "registration")
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     PAGE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     receiver: _types_pb2.Instance
     sender: _types_pb2.Instance
     page: int
     seed: bytes
-    def __init__(self, receiver: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sender: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., page: _Optional[int] = ..., seed: _Optional[bytes] = ...) -> None: ...
+    registration: int
+    def __init__(self, receiver: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sender: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., page: _Optional[int] = ..., seed: _Optional[bytes] = ..., registration: _Optional[int] = ...) -> None: ...
 
 class SendCanaryResponse(_message.Message):
     __slots__ = ("took",)
@@ -87,7 +93,7 @@ class StateIndices(_message.Message):
     def __init__(self, indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AllocatePagesRequest(_message.Message):
-    __slots__ = ("bootstrap_room", "receiver", "sender", "page_ids", "metadata_slot", "decode_prefix_len", "prompt_tokens", "prompt_digest", "time_left", "ticket", "state_indices")
+    __slots__ = ("bootstrap_room", "receiver", "sender", "page_ids", "metadata_slot", "decode_prefix_len", "prompt_tokens", "prompt_digest", "time_left", "ticket", "state_indices", "registration")
     BOOTSTRAP_ROOM_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +105,7 @@ class AllocatePagesRequest(_message.Message):
     TIME_LEFT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     STATE_INDICES_FIELD_NUMBER: _ClassVar[int]
+    REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     bootstrap_room: int
     receiver: _types_pb2.Instance
     sender: _types_pb2.Instance
@@ -110,7 +117,8 @@ class AllocatePagesRequest(_message.Message):
     time_left: _duration_pb2.Duration
     ticket: bytes
     state_indices: _containers.RepeatedCompositeFieldContainer[StateIndices]
-    def __init__(self, bootstrap_room: _Optional[int] = ..., receiver: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sender: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., page_ids: _Optional[_Iterable[int]] = ..., metadata_slot: _Optional[_Union[_types_pb2.MetadataSlot, _Mapping]] = ..., decode_prefix_len: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_digest: _Optional[bytes] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., ticket: _Optional[bytes] = ..., state_indices: _Optional[_Iterable[_Union[StateIndices, _Mapping]]] = ...) -> None: ...
+    registration: int
+    def __init__(self, bootstrap_room: _Optional[int] = ..., receiver: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., sender: _Optional[_Union[_types_pb2.Instance, _Mapping]] = ..., page_ids: _Optional[_Iterable[int]] = ..., metadata_slot: _Optional[_Union[_types_pb2.MetadataSlot, _Mapping]] = ..., decode_prefix_len: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_digest: _Optional[bytes] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., ticket: _Optional[bytes] = ..., state_indices: _Optional[_Iterable[_Union[StateIndices, _Mapping]]] = ..., registration: _Optional[int] = ...) -> None: ...
 
 class AllocatePagesResponse(_message.Message):
     __slots__ = ("state",)

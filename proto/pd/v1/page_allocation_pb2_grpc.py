@@ -64,7 +64,8 @@ class PageAllocationServicer:
     def RegisterReceiver(self, request, context):
         """Called once by a decode rank before its first room: where its memory lies and how to reach it. Idempotent; a new registration of the same
         instance replaces the old one, and a higher epoch at the same control address replaces the earlier process.
-        Errors: FAILED_PRECONDITION/LAYOUT_MISMATCH with the field that differs, FAILED_PRECONDITION/STALE_INSTANCE when `sender` is not this process.
+        Errors: FAILED_PRECONDITION/LAYOUT_MISMATCH with the field that differs, FAILED_PRECONDITION/STALE_INSTANCE when `sender` is not this process, or
+        a later registration of the receiver is there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

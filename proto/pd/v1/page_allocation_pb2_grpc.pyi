@@ -36,7 +36,8 @@ class PageAllocationStub:
     RegisterReceiver: _grpc.UnaryUnaryMultiCallable[_page_allocation_pb2.RegisterReceiverRequest, _page_allocation_pb2.RegisterReceiverResponse]
     """Called once by a decode rank before its first room: where its memory lies and how to reach it. Idempotent; a new registration of the same
     instance replaces the old one, and a higher epoch at the same control address replaces the earlier process.
-    Errors: FAILED_PRECONDITION/LAYOUT_MISMATCH with the field that differs, FAILED_PRECONDITION/STALE_INSTANCE when `sender` is not this process.
+    Errors: FAILED_PRECONDITION/LAYOUT_MISMATCH with the field that differs, FAILED_PRECONDITION/STALE_INSTANCE when `sender` is not this process, or
+    a later registration of the receiver is there.
     """
     HoldReceiver: _grpc.StreamStreamMultiCallable[_page_allocation_pb2.HoldReceiverRequest, _page_allocation_pb2.HoldReceiverResponse]
     """Held open by a decode rank as long as it lives; both sides send a beat at a fixed interval, the first request names the pairing.
@@ -62,7 +63,8 @@ class PageAllocationAsyncStub(PageAllocationStub):
     RegisterReceiver: _aio.UnaryUnaryMultiCallable[_page_allocation_pb2.RegisterReceiverRequest, _page_allocation_pb2.RegisterReceiverResponse]  # type: ignore[assignment]
     """Called once by a decode rank before its first room: where its memory lies and how to reach it. Idempotent; a new registration of the same
     instance replaces the old one, and a higher epoch at the same control address replaces the earlier process.
-    Errors: FAILED_PRECONDITION/LAYOUT_MISMATCH with the field that differs, FAILED_PRECONDITION/STALE_INSTANCE when `sender` is not this process.
+    Errors: FAILED_PRECONDITION/LAYOUT_MISMATCH with the field that differs, FAILED_PRECONDITION/STALE_INSTANCE when `sender` is not this process, or
+    a later registration of the receiver is there.
     """
     HoldReceiver: _aio.StreamStreamMultiCallable[_page_allocation_pb2.HoldReceiverRequest, _page_allocation_pb2.HoldReceiverResponse]  # type: ignore[assignment]
     """Held open by a decode rank as long as it lives; both sides send a beat at a fixed interval, the first request names the pairing.
@@ -91,7 +93,8 @@ class PageAllocationServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_page_allocation_pb2.RegisterReceiverResponse, _abc.Awaitable[_page_allocation_pb2.RegisterReceiverResponse]]:
         """Called once by a decode rank before its first room: where its memory lies and how to reach it. Idempotent; a new registration of the same
         instance replaces the old one, and a higher epoch at the same control address replaces the earlier process.
-        Errors: FAILED_PRECONDITION/LAYOUT_MISMATCH with the field that differs, FAILED_PRECONDITION/STALE_INSTANCE when `sender` is not this process.
+        Errors: FAILED_PRECONDITION/LAYOUT_MISMATCH with the field that differs, FAILED_PRECONDITION/STALE_INSTANCE when `sender` is not this process, or
+        a later registration of the receiver is there.
         """
 
     @_abc_1.abstractmethod

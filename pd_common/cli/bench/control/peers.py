@@ -16,7 +16,7 @@ from pd_common.cli.bench.control.load import PROMPT_TOKENS, Leg, make_request
 from pd_common.cli.bench.control.processes import LOOPBACK, Service
 from pd_common.cli.bench.control.result import Latency, Peers
 from pd_common.control.bootstrap_client import BootstrapClient
-from pd_common.control.connection import CHANNEL_OPTIONS, Connection
+from pd_common.control.connection import Connection
 from pd_common.control.generation_client import GenerationClient
 from pd_common.control.peer_client import PeerClient
 from pd_common.errors import PdError
@@ -58,10 +58,7 @@ class SimulatedDecode:
     def __init__(self, number: int, control_address: str, prefill: BootstrapAddress) -> None:
         self.instance = Instance(f"bench-decode-{number}", number + 1)
         self._control_address = control_address
-        # Channels to one address share a connection unless they are told not to.
-        options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-        channel = grpc.aio.insecure_channel(prefill.target, options=options)
-        self._connection = Connection(prefill.target, channel)
+        self._connection = Connection(prefill.target)
         self._client = PeerClient(self._connection)
         self._held: asyncio.Task[None] | None = None
 
@@ -69,6 +66,7 @@ class SimulatedDecode:
         """Registers and holds on."""
         await self._client.register_receiver(
             receiver=self.instance,
+            registration=1,
             sender=rank.instance,
             control_address=self._control_address,
             layout=rank.layout,
@@ -94,7 +92,7 @@ class SimulatedDecode:
         pages = tuple(range(-(-PROMPT_TOKENS // rank.layout.page_size)))
         offer = Offer(self.instance, pages, Slot(0, 1), 0, len(prompt), digest_prompt(prompt))
         began_s = time.perf_counter()
-        await self._client.allocate_pages(room, rank.instance, offer, _TIME_LEFT_S, Context())
+        await self._client.allocate_pages(room, rank.instance, 1, offer, _TIME_LEFT_S, Context())
         return time.perf_counter() - began_s
 
     async def leave(self) -> None:
@@ -105,7 +103,7 @@ class SimulatedDecode:
 
     async def _hold(self, rank: RankInfo, first_beat: asyncio.Event) -> None:
         with suppress(PdError):  # the end of this task says enough
-            async for _ in self._client.hold_receiver(self.instance, rank.instance):
+            async for _ in self._client.hold_receiver(self.instance, rank.instance, 1):
                 first_beat.set()
 
 
