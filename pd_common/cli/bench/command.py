@@ -19,6 +19,7 @@ from pd_common.cli.bench.names import Names
 from pd_common.cli.bench.pair import Options
 from pd_common.cli.bench.paths import PathName
 from pd_common.cli.bench.rounds import Progress
+from pd_common.cli.bench.serve.command import serve
 from pd_common.cli.bench.signals import sigterm_ends
 from pd_common.cli.bench.transfer import Plan, run
 from pd_common.cli.bench.work import Layout, Order, Work
@@ -142,3 +143,4 @@ def _progress() -> Iterator[Progress]:
 
 
 bench.add_command(control)
+bench.add_command(serve)
