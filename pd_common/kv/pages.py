@@ -6,7 +6,7 @@ Knows page ids only, neither tensors nor requests. Not thread-safe: the event lo
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from pd_common.errors import InternalError
@@ -74,6 +74,10 @@ class PageAllocator:
             self._used[start : start + length] = bytes(length)
             self._add_run(*self._merged(start, length))
         self._num_free += len(ordered)
+
+    def are_used(self, pages: Iterable[int]) -> bool:
+        """Whether none of these pages is free."""
+        return all(self._used[page] for page in pages)
 
     def check_integrity(self) -> None:
         """Raises InternalError when the books do not balance: free runs must be exactly the unused pages, merged."""
