@@ -41,7 +41,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt for one pair. `rid` is the client's own name for it, `ticket` the right to the room."""
+    """One prompt for one pair. `rid` is the client's own name for it, `ticket` the right to the room.
+
+    Only prompts of the same `cache_salt` share what is cached of them.
+    """
 
     rid: str
     room: BootstrapRoom
@@ -52,6 +55,7 @@ class GenerationRequest:
     top_logprobs: int = 0
     timeout_s: float = 300.0
     ticket: bytes = b""
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,16 +27,30 @@ class PoolCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._pool_status()
-        yield _by_state("pd_kv_pages", "Pages of the KV pool.", now.pages_total, now.pages_free, now.pages_quarantined)
-        yield _by_state("pd_metadata_slots", "Metadata slots.", now.slots_total, now.slots_free, now.slots_quarantined)
+        yield _by_state(
+            "pd_kv_pages",
+            "Pages of the KV pool. Cached: kept for prompts that begin in the same way.",
+            now.pages_total,
+            free=now.pages_free,
+            quarantined=now.pages_quarantined,
+            cached=now.pages_cached,
+        )
+        yield _by_state(
+            "pd_metadata_slots",
+            "Metadata slots.",
+            now.slots_total,
+            free=now.slots_free,
+            quarantined=now.slots_quarantined,
+        )
         yield GaugeMetricFamily("pd_rooms_live", "Rooms that have not ended.", value=now.live_rooms)
 
 
-def _by_state(name: str, what: str, total: int, free: int, quarantined: int) -> Metric:
+def _by_state(name: str, what: str, total: int, **unused: int) -> Metric:
+    """Whatever is not unused for one of the given reasons is used."""
     gauge = GaugeMetricFamily(name, f"{what} Quarantined: kept until no writer is left.", labels=["state"])
-    gauge.add_metric(["free"], free)
-    gauge.add_metric(["used"], total - free - quarantined)
-    gauge.add_metric(["quarantined"], quarantined)
+    for state, count in unused.items():
+        gauge.add_metric([state], count)
+    gauge.add_metric(["used"], total - sum(unused.values()))
     return gauge
 
 

@@ -44,6 +44,7 @@ class PoolStatus:
     slots_free: int
     slots_quarantined: int
     live_rooms: int
+    pages_cached: int = 0
 
 
 class RoomService(Protocol):

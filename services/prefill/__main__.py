@@ -15,6 +15,7 @@ from pd_common.control.registry import Registry
 from pd_common.control.security import Security
 from pd_common.control.status_servicer import TransferStatusServicer
 from pd_common.control.supervisor import Supervisor
+from pd_common.kv.prefix import PrefixCache
 from pd_common.runtime import Runtime
 from pd_common.transport.fake import FAKE
 from pd_common.types import RankInfo, Role
@@ -29,6 +30,13 @@ from services.prefill.servicers import PageAllocationServicer
 @config.model_options
 @click.option(
     "--chunked-prefill-size", default=2048, type=click.IntRange(min=1), help="Prompt tokens in one engine step."
+)
+@click.option(
+    "--enable-prefix-cache/--no-enable-prefix-cache",
+    " /--disable-radix-cache",
+    "enable_prefix_cache",
+    default=True,
+    help="Keep the pages of computed prompts for prompts that begin in the same way.",
 )
 @config.listen_options(port=8998)
 @config.rank_options
@@ -53,7 +61,8 @@ async def serve(options: dict[str, Any]) -> None:
     security = Security.open(config.pick(config.SecurityConfig, options), listen.host)
     own = Runtime.start(Role.PREFILL, options)
     engine = own.engine
-    scheduler = PrefillScheduler(engine, options["chunked_prefill_size"], options["max_running_requests"])
+    prefixes = PrefixCache(engine.pages, engine.pool.page_size, keeps=options["enable_prefix_cache"])
+    scheduler = PrefillScheduler(engine, prefixes, options["chunked_prefill_size"], options["max_running_requests"])
     service = PrefillService(
         own.instance,
         engine,

@@ -1,4 +1,7 @@
-"""One room on its way to decode: computed chunk by chunk, each written while the next is computed, then handed over."""
+"""One room on its way to decode: computed chunk by chunk, each written while the next is computed, then handed over.
+
+What the prefix cache had of it leaves before anything is computed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 
 from pd_common.errors import PdError, PeerLost, TransferFailed
 from pd_common.handoff.chunk import ChunkPlanner, TransferKVChunk
-from pd_common.handoff.metadata import HandoffMetadata, Slot
+from pd_common.handoff.metadata import CachedTokens, HandoffMetadata, Slot
 from pd_common.handoff.sender import KVSender
 from pd_common.handoff.state import TransferState
 from pd_common.handoff.table import TransferTable
@@ -57,14 +60,16 @@ class Handover:
     async def _compute(self, sends: asyncio.TaskGroup) -> tuple[TransferKVChunk, HandoffMetadata]:
         while True:
             done = await self.job.next_chunk()
-            tokens = done.end - done.start
-            self.trace.record(SpanName.CHUNK_COMPUTE, done.began_ns, done.ended_ns, tokens=tokens, end=done.end)
+            if done.start >= self.job.cached_tokens:
+                tokens = done.end - done.start
+                self.trace.record(SpanName.CHUNK_COMPUTE, done.began_ns, done.ended_ns, tokens=tokens, end=done.end)
             is_last = done.sampled is not None
             chunk = self.planner.next_chunk(done.end, self.job.sequence.pages, is_last=is_last)
             if chunk is None:
                 continue
             if done.sampled is not None:
-                return chunk, HandoffMetadata(done.sampled.token_id, done.end, logprob=done.sampled.logprob)
+                cached = CachedTokens(total=self.job.cached_tokens, device=self.job.cached_tokens)
+                return chunk, HandoffMetadata(done.sampled.token_id, done.end, cached, done.sampled.logprob)
             sends.create_task(self._send_and_report(chunk))
 
     async def _send_and_report(self, chunk: TransferKVChunk) -> None:

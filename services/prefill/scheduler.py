@@ -1,5 +1,7 @@
 """Which prompts are computed when: a first-come queue, chunks of several prompts in one step, pages for each.
 
+What a prompt has in common with an earlier one is not computed again.
+
 Owned by the event loop; only the engine's step runs elsewhere. Knows nothing of transfers.
 """
 
@@ -15,6 +17,7 @@ from pd_common.engine.engine import Engine
 from pd_common.engine.request import Sequence
 from pd_common.engine.sampler import SampledToken
 from pd_common.errors import InternalError, PdError
+from pd_common.kv.prefix import Prefix, PrefixCache
 from pd_common.telemetry import spans
 
 _log = logging.getLogger(__name__)
@@ -22,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """Tokens `[start, end)` of one prompt are computed. `sampled` is the first token, after the last chunk."""
+    """Tokens `[start, end)` of one prompt have KV. `sampled` is the first token, after the last chunk."""
 
     start: int
     end: int
@@ -33,13 +36,19 @@ class ChunkDone:
 
 @dataclass(slots=True)
 class Job:
-    """One prompt to compute. Its pages are those of `sequence`, from the first chunk until `release`."""
+    """One prompt to compute. Its pages are those of `sequence`, from the first chunk until `release`.
+
+    The first of them are those of `prefix`, once it has its turn: others may be reading them as well.
+    """
 
     sequence: Sequence
+    prefix: Prefix | None = None
+    cached_tokens: int = 0
+    """Tokens of the prefix: they need not be computed."""
     _results: asyncio.Queue[ChunkDone | PdError] = field(default_factory=asyncio.Queue)
 
     async def next_chunk(self) -> ChunkDone:
-        """The next chunk, in order.
+        """The next chunk, in order. What was in the cache is the first, at once, if anything was.
 
         Raises:
             InternalError: the engine failed.
@@ -55,10 +64,15 @@ class Job:
 
 
 class PrefillScheduler:
-    """At most `chunk_tokens` tokens a step and `max_running` prompts with pages at a time, first come first served."""
+    """At most `chunk_tokens` tokens a step and `max_running` prompts with pages at a time, first come first served.
 
-    def __init__(self, engine: Engine, chunk_tokens: int, max_running: int) -> None:
+    Pages come into the prefix cache when their prompt is released: no prompt meets pages that are not computed yet.
+    """
+
+    def __init__(self, engine: Engine, prefixes: PrefixCache, chunk_tokens: int, max_running: int) -> None:
+        """`prefixes` is over the engine's pages."""
         self._engine = engine
+        self._prefixes = prefixes
         self._chunk_tokens = chunk_tokens
         self._max_running = max_running
         self._waiting: deque[Job] = deque()
@@ -75,7 +89,7 @@ class PrefillScheduler:
         return job
 
     async def compute_only(self, sequence: Sequence) -> None:
-        """Computes a prompt whose pages nobody wants, and frees them; raises as `Job.next_chunk` does."""
+        """Computes a prompt whose pages nobody wants, and gives them back; raises as `Job.next_chunk` does."""
         job = self.enqueue(sequence)
         try:
             while (await job.next_chunk()).sampled is None:
@@ -83,18 +97,28 @@ class PrefillScheduler:
         finally:
             await self.release(job)
 
+    @property
+    def pages_cached(self) -> int:
+        """Pages that no prompt uses, and that hold what later ones may begin with."""
+        return self._prefixes.num_idle
+
     async def release(self, job: Job) -> None:
-        """Takes the job out and frees its pages; returns when no step reads or writes them any more."""
+        """Takes the job out and gives its pages back; returns when no step reads or writes them any more."""
         if job in self._waiting:
             self._waiting.remove(job)
         if job in self._running:
             self._running.remove(job)
         while job in self._stepping:
             await self._step_over.wait()
-        if job.sequence.pages:
-            self._engine.pages.free(job.sequence.pages)
-            job.sequence.pages = []
+        if job.prefix is not None:
+            self._give_back(job.prefix, job.sequence)
+            job.prefix = None
         self._work.set()
+
+    def _give_back(self, prefix: Prefix, sequence: Sequence) -> None:
+        own = sequence.pages[len(prefix.pages) :]
+        self._prefixes.release(prefix, sequence.tokens(0, sequence.computed), own)
+        sequence.pages = []
 
     async def run(self) -> None:
         """The engine loop; ends only by cancellation."""
@@ -120,13 +144,28 @@ class PrefillScheduler:
         return items
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._max_running:
-            sequence = self._waiting[0].sequence
-            pages = self._engine.pages.alloc(sequence.pages_short(sequence.num_tokens, self._engine.pool.page_size))
-            if pages is None:
-                return
-            sequence.pages = list(pages)
+        while self._waiting and len(self._running) < self._max_running and self._find_pages(self._waiting[0]):
             self._running.append(self._waiting.popleft())
+
+    def _find_pages(self, job: Job) -> bool:
+        """Those of the longest cached prefix, and new ones for the rest; False if too few are left, then it has none.
+
+        The last token is computed in any case: the first token of the answer follows from it.
+        """
+        sequence, page_size = job.sequence, self._engine.pool.page_size
+        prefix = self._prefixes.lock(sequence.request.prompt[:-1], sequence.request.cache_salt)
+        sequence.pages = list(prefix.pages)
+        pages = self._prefixes.alloc(sequence.pages_short(sequence.num_tokens, page_size))
+        if pages is None:
+            self._give_back(prefix, sequence)
+            return False
+        sequence.pages.extend(pages)
+        job.prefix = prefix
+        sequence.computed = job.cached_tokens = len(prefix.pages) * page_size
+        if job.cached_tokens:
+            now_ns = spans.now_ns()
+            job.put(ChunkDone(0, job.cached_tokens, now_ns, now_ns, None))
+        return True
 
     async def _step(self, items: list[tuple[Job, BatchItem]]) -> None:
         self._stepping = tuple(job for job, _ in items)
@@ -151,4 +190,5 @@ class PrefillScheduler:
         for job in self._stepping:
             if job in self._running:
                 self._running.remove(job)
+            job.sequence.computed = 0  # what earlier steps wrote may be the cause: it is not kept
             job.put(InternalError(f"the engine failed: {type(defect).__name__}: {defect}"))

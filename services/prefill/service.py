@@ -116,7 +116,8 @@ class PrefillService(RoomKeeper[_Room]):
         """Prefill has no quarantine: nobody writes here."""
         pages, slots = self._engine.pages, self._metadata
         live = len(self._rooms) + len(self._offered)
-        return PoolStatus(pages.num_pages, pages.num_free, 0, slots.num_slots, slots.free_slots, 0, live)
+        cached = self._scheduler.pages_cached
+        return PoolStatus(pages.num_pages, pages.num_free, 0, slots.num_slots, slots.free_slots, 0, live, cached)
 
     def quarantined(self) -> tuple[Held, ...]:
         return ()
@@ -281,7 +282,8 @@ class PrefillService(RoomKeeper[_Room]):
             self._fail(number, error)
             return
         self.transfers.advance(number, TransferState.SUCCESS, time.monotonic())
-        usage = Usage(len(room.request.prompt), 1)
+        cached_tokens = 0 if room.handover is None else room.handover.job.cached_tokens
+        usage = Usage(len(room.request.prompt), 1, cached_tokens)
         self._hub.publish([Output(number, finish=FinishReason.HANDED_OFF, usage=usage)])
 
     async def _release(self, handover: Handover | None) -> None:

@@ -19,7 +19,7 @@ from pd_common.handoff.state import Transfer, TransferState
 from pd_common.handoff.table import TransferTable
 from pd_common.types import BootstrapRoom, Instance, Role
 
-POOL = PoolStatus(64, 40, 8, 6, 3, 1, live_rooms=2)
+POOL = PoolStatus(64, 40, 8, 6, 3, 1, live_rooms=2, pages_cached=5)
 MODEL = ModelInfo("tiny", 256, 128, 1000, 16, has_chat_template=True)
 
 

@@ -74,6 +74,24 @@ def test_sglang_names_mean_the_same(args: list[str], name: str, value: object) -
 FLAGS = [option for option in engine.params if isinstance(option, click.Option) and option.name != "peers"]
 
 
+@pytest.mark.parametrize(
+    ("args", "environment", "enabled"),
+    [
+        ([], {}, True),
+        (["--no-enable-prefix-cache"], {}, False),
+        (["--disable-radix-cache"], {}, False),
+        ([], {"PD_ENABLE_PREFIX_CACHE": "false"}, False),
+    ],
+    ids=["default", "own name", "SGLang's name", "environment"],
+)
+def test_prefill_may_be_told_to_keep_no_prefixes(
+    monkeypatch: pytest.MonkeyPatch, args: list[str], environment: dict[str, str], enabled: bool
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert prefill.make_context("pd-prefill", ["--model", "m", *args]).params["enable_prefix_cache"] is enabled
+
+
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
 def test_every_option_is_the_environment_variable_of_its_name(
     flag: click.Option, monkeypatch: pytest.MonkeyPatch

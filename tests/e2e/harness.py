@@ -159,7 +159,8 @@ class Client:
 
     async def _unclean(self, name: str) -> str:
         pool = await self.pool(name)
-        used = (pool.pages_total - pool.pages_free, pool.slots_total - pool.slots_free, pool.live_rooms)
+        pages_used = pool.pages_total - pool.pages_free - pool.pages_cached
+        used = (pages_used, pool.slots_total - pool.slots_free, pool.live_rooms)
         return f"{name} still holds {used} pages, slots, rooms: {pool}" if any(used) else ""
 
 

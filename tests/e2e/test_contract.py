@@ -20,6 +20,7 @@ from tests.engine.oracle import Oracle
 from tests.tiny_models import VOCAB_SIZE
 
 SUCCESS = 4
+PAGE_SIZE = 16
 
 PROMPT = tuple(random.Random(3).choices(range(1, VOCAB_SIZE), k=150))
 
@@ -189,7 +190,7 @@ async def test_the_openai_client_is_content(pair: Cluster, client: Client) -> No
 
 async def test_generate_in_sglangs_form(pair: Cluster, client: Client) -> None:
     body = {
-        "input_ids": list(PROMPT),
+        "input_ids": [*reversed(PROMPT)],  # of which prefill has nothing yet
         "sampling_params": {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True},
         "return_logprob": True,
         "rid": "my-request",
@@ -201,6 +202,9 @@ async def test_generate_in_sglangs_form(pair: Cluster, client: Client) -> None:
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (len(PROMPT), 5, 0)
     assert meta["finish_reason"] == {"type": "length", "length": 5}
     assert len(answer["output_ids"]) == len(meta["output_token_logprobs"]) == 5
+    again = (await post(pair, "/generate", {**body, "bootstrap_room": 2**63 + 12})).json()
+    assert again["output_ids"] == answer["output_ids"]
+    assert again["meta_info"]["cached_tokens"] == len(PROMPT) // PAGE_SIZE * PAGE_SIZE
     text = await post(pair, "/generate", {"text": "to be", "sampling_params": {"max_new_tokens": 3}, "stream": True})
     assert text.text.rstrip().endswith("data: [DONE]")
 

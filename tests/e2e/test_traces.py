@@ -57,17 +57,33 @@ async def test_one_trace_tells_every_stage(pair: Cluster, collector: Collector) 
 
 async def test_the_chunks_add_up_and_overlap(pair: Cluster, collector: Collector) -> None:
     async with client_of(pair) as client:
-        answer = await client.generate(PROMPT, max_new_tokens=2)
+        prompt = PROMPT[::-1]  # of which prefill has nothing yet
+        answer = await client.generate(prompt, max_new_tokens=2)
         spans = await trace_of(client, collector, answer.room)
     computed, written = of_name(spans, SpanName.CHUNK_COMPUTE), of_name(spans, SpanName.CHUNK_TRANSFER)
-    assert sum(int(span.attributes["tokens"]) for span in computed) == len(PROMPT)
-    assert sum(int(span.attributes["pages"]) for span in written) == -(-len(PROMPT) // 16)
-    assert len(computed) == len(written) == -(-len(PROMPT) // CHUNK)
+    assert sum(int(span.attributes["tokens"]) for span in computed) == len(prompt)
+    assert sum(int(span.attributes["pages"]) for span in written) == -(-len(prompt) // 16)
+    assert len(computed) == len(written) == -(-len(prompt) // CHUNK)
     for compute, write in zip(computed, written, strict=True):
         assert write.start_ns >= compute.end_ns, "a page is read only after the step that wrote it"
     for write, next_compute in zip(written, computed[1:], strict=False):
         assert write.start_ns < next_compute.end_ns, "a chunk is written while the next one is computed"
     assert {span.attributes["carrier"] for span in written} == {"cma"}
+
+
+async def test_what_prefill_has_of_a_prompt_is_written_first_and_not_computed(
+    pair: Cluster, collector: Collector
+) -> None:
+    cached_tokens = (len(PROMPT) - 1) // 16 * 16
+    async with client_of(pair) as client:
+        await client.generate(PROMPT, max_new_tokens=1)
+        answer = await client.generate(PROMPT, max_new_tokens=2)
+        spans = await trace_of(client, collector, answer.room)
+    assert answer.last.usage.cached_tokens == cached_tokens
+    computed, written = of_name(spans, SpanName.CHUNK_COMPUTE), of_name(spans, SpanName.CHUNK_TRANSFER)
+    assert [int(span.attributes["tokens"]) for span in computed] == [len(PROMPT) - cached_tokens]
+    assert [int(span.attributes["pages"]) for span in written] == [cached_tokens // 16, 1]
+    assert written[0].start_ns < computed[0].end_ns
 
 
 async def test_decodes_stages_follow_each_other_without_a_gap(pair: Cluster, collector: Collector) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from pd_common.engine.batch import Batch
 from pd_common.engine.sampler import SampledToken
 from pd_common.kv.pages import PageAllocator
+from pd_common.kv.prefix import PrefixCache
 
 PAGE_SIZE = 4
 
@@ -40,6 +41,7 @@ class FakeEngine:
 
     def __init__(self, num_pages: int) -> None:
         self.pages = PageAllocator(num_pages)
+        self.prefixes = PrefixCache(self.pages, PAGE_SIZE)
         self.pool = SimpleNamespace(page_size=PAGE_SIZE)
         self._steps: asyncio.Queue[Step] = asyncio.Queue()
 
@@ -60,5 +62,6 @@ class FakeEngine:
 
     @property
     def free_pages(self) -> int:
-        self.pages.check_integrity()
-        return self.pages.num_free
+        """Pages that a prompt can have."""
+        self.prefixes.check_integrity()
+        return self.pages.num_free + self.prefixes.num_idle

@@ -19,6 +19,7 @@ from pd_common.handoff.canary import CanaryMemory
 from pd_common.handoff.deadlines import Timeouts
 from pd_common.handoff.metadata import MetadataBuffers
 from pd_common.handoff.table import TransferTable
+from pd_common.kv.prefix import PrefixCache
 from pd_common.transport.base import Transport
 from pd_common.transport.loopback import Faults, LoopbackNetwork, LoopbackTransport
 from pd_common.types import Instance, Role
@@ -75,7 +76,8 @@ class PrefillLife:
             self.transport.register(region)
         self.hub = OutputHub()
         self.transfers = TransferTable(Role.PREFILL, retention_s, 1000, timeouts)
-        self.scheduler = PrefillScheduler(engine, chunk_tokens, max_running=slots)
+        self.prefixes = PrefixCache(self.engine.pages, self.engine.pool.page_size)
+        self.scheduler = PrefillScheduler(engine, self.prefixes, chunk_tokens, max_running=slots)
         self.service = PrefillService(
             self.instance,
             engine,
@@ -102,13 +104,14 @@ class PrefillLife:
         return self.scheduler.run(), self.service.reap()
 
     def assert_untouched(self) -> None:
-        """Nothing is held, nothing is remembered as running."""
+        """Nothing is held, nothing is remembered as running; what is cached can be had."""
         status = self.service.pool_status()
-        assert (status.pages_free, status.slots_free, status.live_rooms) == (status.pages_total, status.slots_total, 0)
+        whole = (status.pages_free + status.pages_cached, status.slots_free, status.live_rooms)
+        assert whole == (status.pages_total, status.slots_total, 0)
         assert self.service._free_slots._value == status.slots_total
         assert (list(self.scheduler._waiting), self.scheduler._running) == ([], [])
         assert (self.transfers.live(), self.hub._owner) == ([], {})
-        self.engine.pages.check_integrity()
+        self.prefixes.check_integrity()
 
     async def close(self) -> None:
         await self.receivers.close()

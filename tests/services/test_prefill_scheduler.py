@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -12,7 +13,7 @@ from pd_common.engine.sampler import SampledToken
 from pd_common.errors import InternalError
 from services.prefill.scheduler import ChunkDone, Job, PrefillScheduler
 from tests.control.serving import make_request
-from tests.services.fake_engine import FakeEngine
+from tests.services.fake_engine import PAGE_SIZE, FakeEngine
 
 NUM_PAGES = 8
 CHUNK_TOKENS = 8
@@ -32,7 +33,7 @@ async def start(engine: FakeEngine) -> AsyncIterator[Start]:
     loops: list[asyncio.Task[None]] = []
 
     def start(max_running: int) -> PrefillScheduler:
-        scheduler = PrefillScheduler(cast("Engine", engine), CHUNK_TOKENS, max_running)
+        scheduler = PrefillScheduler(cast("Engine", engine), engine.prefixes, CHUNK_TOKENS, max_running)
         loops.append(asyncio.create_task(scheduler.run()))
         return scheduler
 
@@ -50,7 +51,12 @@ async def scheduler(start: Start) -> PrefillScheduler:
 
 
 def enqueue(scheduler: PrefillScheduler, room: int, num_tokens: int) -> Job:
-    return scheduler.enqueue(Sequence(make_request(room, tuple(range(num_tokens)), max_new_tokens=1)))
+    """A prompt that has nothing in common with those of other rooms."""
+    return enqueue_tokens(scheduler, room, tuple(range(100 * room, 100 * room + num_tokens)))
+
+
+def enqueue_tokens(scheduler: PrefillScheduler, room: int, tokens: tuple[int, ...], salt: bytes = b"") -> Job:
+    return scheduler.enqueue(Sequence(replace(make_request(room, tokens), cache_salt=salt)))
 
 
 async def soon(awaitable: Any) -> Any:
@@ -249,3 +255,145 @@ async def test_releasing_during_a_step_that_fails(engine: FakeEngine, scheduler:
     await asyncio.sleep(0)
     step.fail(RuntimeError("broken"))
     await soon(releasing)
+
+
+# --- prompts that begin in the same way ---
+
+
+async def compute(engine: FakeEngine, job: Job) -> list[tuple[int, int]]:
+    """Until it has its first token; gives what steps have computed."""
+    spans = []
+    while not job.sequence.output:
+        step = await engine.next_step()
+        ((room, start, end, _),) = step.spans
+        assert room == job.sequence.request.room
+        spans.append((start, end))
+        step.finish()
+        while (await soon(job.next_chunk())).end < end:
+            pass
+    return spans
+
+
+async def leave(engine: FakeEngine, scheduler: PrefillScheduler, room: int, tokens: tuple[int, ...]) -> list[int]:
+    """A prompt that is computed and released; gives the pages that it had."""
+    job = enqueue_tokens(scheduler, room, tokens)
+    await compute(engine, job)
+    pages = list(job.sequence.pages)
+    await scheduler.release(job)
+    return pages
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached"),
+    [(11, 8), (12, 8), (10, 8), (9, 8), (8, 4), (5, 4), (4, 0), (1, 0)],
+    ids=str,
+)
+async def test_whole_pages_of_an_earlier_prompt_are_not_computed_again(
+    engine: FakeEngine, scheduler: PrefillScheduler, tokens: int, cached: int
+) -> None:
+    """One token is always left to compute: the first token follows from it."""
+    earlier = await leave(engine, scheduler, 1, tuple(range(11)))
+    job = enqueue_tokens(scheduler, 2, tuple(range(tokens)))
+    step = await engine.next_step()
+    assert step.spans == [(2, cached, tokens, True)]
+    assert job.cached_tokens == cached
+    assert job.sequence.pages[: cached // PAGE_SIZE] == earlier[: cached // PAGE_SIZE]
+    step.finish()
+    chunks = [(0, cached, None)] if cached else []
+    assert await spans_of(job, len(chunks) + 1) == [*chunks, (cached, tokens, SampledToken(1000 + tokens))]
+    await scheduler.release(job)
+
+
+async def test_prompts_of_another_salt_are_computed(engine: FakeEngine, scheduler: PrefillScheduler) -> None:
+    await leave(engine, scheduler, 1, tuple(range(8)))
+    job = enqueue_tokens(scheduler, 2, tuple(range(8)), b"somebody else")
+    assert await compute(engine, job) == [(0, 8)]
+    assert job.cached_tokens == 0
+    await scheduler.release(job)
+
+
+async def test_two_of_the_same_prompt_at_once_are_both_computed(
+    engine: FakeEngine, scheduler: PrefillScheduler
+) -> None:
+    first, second = (enqueue_tokens(scheduler, room, tuple(range(4))) for room in (1, 2))
+    step = await engine.next_step()
+    assert step.spans == [(1, 0, 4, True), (2, 0, 4, True)]
+    assert not set(first.sequence.pages) & set(second.sequence.pages)
+    step.finish()
+    for job in (first, second):
+        await spans_of(job, 1)
+        await scheduler.release(job)
+    assert engine.prefixes.num_idle == 1
+
+
+async def test_what_is_used_by_another_is_not_given_up_nor_freed(
+    engine: FakeEngine, scheduler: PrefillScheduler
+) -> None:
+    earlier = await leave(engine, scheduler, 1, tuple(range(16)))
+    sharing = []
+    for room in (2, 3):
+        sharing.append(enqueue_tokens(scheduler, room, (*range(16), room)))
+        await compute(engine, sharing[-1])
+        assert sharing[-1].sequence.pages[:4] == earlier
+    assert engine.free_pages == NUM_PAGES - 6
+    await scheduler.release(sharing[0])
+    large = enqueue(scheduler, 4, 13)
+    assert await engine.is_idle()  # it needs four pages; the four shared ones are still in use
+    await scheduler.release(sharing[1])
+    step = await engine.next_step()
+    assert step.rooms == [4]
+    step.finish()
+    await scheduler.release(large)
+
+
+async def test_a_prompt_that_waits_for_pages_locks_none(engine: FakeEngine, scheduler: PrefillScheduler) -> None:
+    await leave(engine, scheduler, 1, tuple(range(8)))
+    other = enqueue(scheduler, 2, 21)
+    for _ in range(3):
+        (await engine.next_step()).finish()
+    waiting = enqueue_tokens(scheduler, 3, tuple(range(12)))
+    assert await engine.is_idle()
+    assert (engine.pages.num_free, engine.prefixes.num_idle, waiting.sequence.pages) == (0, 2, [])
+    await scheduler.release(waiting)
+    await scheduler.release(other)
+
+
+async def test_cached_pages_make_room_for_a_prompt_that_needs_them(
+    engine: FakeEngine, scheduler: PrefillScheduler
+) -> None:
+    await leave(engine, scheduler, 1, tuple(range(12)))
+    await leave(engine, scheduler, 2, tuple(range(100, 112)))
+    assert engine.pages.num_free == 2
+    everything = enqueue(scheduler, 3, NUM_PAGES * PAGE_SIZE)
+    await compute(engine, everything)
+    assert engine.free_pages == 0
+    await scheduler.release(everything)
+
+
+async def test_only_finished_steps_leave_something_behind(engine: FakeEngine, scheduler: PrefillScheduler) -> None:
+    aborted = enqueue_tokens(scheduler, 1, tuple(range(20)))
+    (await engine.next_step()).finish()
+    step = await engine.next_step()
+    assert step.spans == [(1, 8, 16, False)]
+    failing = asyncio.create_task(scheduler.release(aborted))
+    assert await engine.is_idle()
+    assert engine.prefixes.num_idle == 0
+    step.finish()
+    await soon(failing)
+    assert engine.prefixes.num_idle == 4
+    later = enqueue_tokens(scheduler, 2, tuple(range(20)))
+    assert await compute(engine, later) == [(16, 20)]
+    await scheduler.release(later)
+
+
+async def test_a_prompt_whose_step_failed_leaves_nothing_behind(
+    engine: FakeEngine, scheduler: PrefillScheduler
+) -> None:
+    job = enqueue_tokens(scheduler, 1, tuple(range(12)))
+    (await engine.next_step()).finish()
+    (await engine.next_step()).fail(InternalError("the model's logits are not finite"))
+    await spans_of(job, 1)
+    with pytest.raises(InternalError):
+        await soon(job.next_chunk())
+    await scheduler.release(job)
+    assert engine.pages.num_free == NUM_PAGES

@@ -107,7 +107,7 @@ class GetPoolRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetPoolResponse(_message.Message):
-    __slots__ = ("pages_total", "pages_free", "pages_quarantined", "slots_total", "slots_free", "slots_quarantined", "live_rooms")
+    __slots__ = ("pages_total", "pages_free", "pages_quarantined", "slots_total", "slots_free", "slots_quarantined", "live_rooms", "pages_cached")
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGES_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class GetPoolResponse(_message.Message):
     SLOTS_FREE_FIELD_NUMBER: _ClassVar[int]
     SLOTS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     LIVE_ROOMS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
     pages_total: int
     pages_free: int
     pages_quarantined: int
@@ -122,7 +123,8 @@ class GetPoolResponse(_message.Message):
     slots_free: int
     slots_quarantined: int
     live_rooms: int
-    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., slots_total: _Optional[int] = ..., slots_free: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., live_rooms: _Optional[int] = ...) -> None: ...
+    pages_cached: int
+    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., slots_total: _Optional[int] = ..., slots_free: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., live_rooms: _Optional[int] = ..., pages_cached: _Optional[int] = ...) -> None: ...
 
 class QuarantineWriter(_message.Message):
     __slots__ = ("instance", "address", "missing")
