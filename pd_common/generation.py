@@ -129,6 +129,7 @@ class ClientRequest:
     return_logprob: bool = False
     top_logprobs: int = 0
     timeout_s: float = 300.0
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

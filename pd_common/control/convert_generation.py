@@ -105,6 +105,7 @@ def request_to(request: GenerationRequest) -> generation_pb2.GenerateRequest:
             top_logprobs_num=request.top_logprobs,
             timeout=duration_to(request.timeout_s),
             ticket=request.ticket,
+            cache_salt=request.cache_salt,
         )
     except ValueError as error:  # an encoding error is one of these too
         raise InvalidRequest(f"the request holds what cannot be sent: {error}") from error
@@ -130,6 +131,7 @@ def request_from(message: generation_pb2.GenerateRequest, prompt: Sequence[int])
         top_logprobs=message.top_logprobs_num,
         timeout_s=timeout_from(message),
         ticket=message.ticket,
+        cache_salt=message.cache_salt,
     )
 
 

@@ -197,6 +197,7 @@ def _leg_request(room: BootstrapRoom, pair: Pair, request: ClientRequest, ticket
         top_logprobs=request.top_logprobs,
         timeout_s=request.timeout_s,
         ticket=ticket,
+        cache_salt=request.cache_salt,
     )
 
 

@@ -138,6 +138,7 @@ async def read_generate(raw: bytes, backend: Backend) -> GenerateExchange:
         bootstrap=body.bootstrap(),
         return_logprob=body.return_logprob,
         top_logprobs=body.top_logprobs_num if body.return_logprob else 0,
+        cache_salt=body.salt(),
     )
     return GenerateExchange(request, body.stream)
 

@@ -80,6 +80,10 @@ class GenerationBody(Body):
     bootstrap_port: Annotated[int, Field(ge=1, lt=2**16)] | None = None
     bootstrap_room: Room | None = None
     stream: bool = False
+    cache_salt: str = ""
+
+    def salt(self) -> bytes:
+        return self.cache_salt.encode()
 
     def room(self) -> BootstrapRoom | None:
         return None if self.bootstrap_room is None else BootstrapRoom(self.bootstrap_room)

@@ -58,6 +58,7 @@ def _exchange(
         bootstrap=body.bootstrap(),
         return_logprob=logprobs is not None,
         top_logprobs=logprobs or 0,
+        cache_salt=body.salt(),
     )
     origin: Json = {"id": rid, "created": int(time.time()), "model": model.name}
     return OpenAIExchange(request, body.stream, body.include_usage(), origin, style)

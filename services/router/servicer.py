@@ -75,6 +75,7 @@ class RouterGenerationServicer(generation_pb2_grpc.GenerationServicer):
             return_logprob=message.return_logprob,
             top_logprobs=message.top_logprobs_num,
             timeout_s=within_call(convert_generation.timeout_from(message), context),
+            cache_salt=message.cache_salt,
         )
 
 

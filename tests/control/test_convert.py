@@ -94,6 +94,7 @@ requests = st.builds(
     top_logprobs=uint32,
     timeout_s=st.floats(1e-6, 1e6),
     ticket=st.binary(max_size=8),
+    cache_salt=st.binary(max_size=8),
 )
 alternatives = st.builds(TokenLogprob, uint32, double, text=text)
 logprobs = st.builds(TokenLogprob, uint32, double, tuples(alternatives), text)

@@ -17,7 +17,7 @@ LOGPROBS = (
 
 
 async def test_whole_answer(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
-    response = await client.post("/generate", json={"input_ids": [1, 2, 3], "rid": "mine"})
+    response = await client.post("/generate", json={"input_ids": [1, 2, 3], "rid": "mine", "cache_salt": "a"})
     assert response.status_code == 200
     assert response.headers["X-Bootstrap-Room"] == str(ROOM)
     body = response.json()
@@ -32,7 +32,7 @@ async def test_whole_answer(client: httpx.AsyncClient, backend: ScriptedBackend)
         "cached_tokens": 2,
         "bootstrap_room": ROOM,
     }
-    assert backend.requests[0].prompt == (1, 2, 3)
+    assert (backend.requests[0].prompt, backend.requests[0].cache_salt) == ((1, 2, 3), b"a")
 
 
 async def test_stream_is_cumulative(client: httpx.AsyncClient) -> None:
@@ -132,6 +132,7 @@ async def test_empty_prompt_is_left_to_the_backend(
         ({"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
+        ({"text": "a", "cache_salt": 7}, "cache_salt"),
         ({"text": "a", "bootstrap_room": 0}, "bootstrap_room"),
         ({"text": "a", "bootstrap_room": 2**64}, "bootstrap_room"),
         ({"text": "a", "bootstrap_room": "7"}, "bootstrap_room"),

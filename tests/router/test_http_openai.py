@@ -24,6 +24,7 @@ EXTENSIONS = {
     "min_tokens": 1,
     "rid": "mine",
     "bootstrap_room": 5,
+    "cache_salt": "tenant é",
 }
 
 
@@ -40,6 +41,7 @@ async def test_completion(openai: AsyncOpenAI, backend: ScriptedBackend) -> None
     assert answer.usage.prompt_tokens_details.cached_tokens == 2
     request = backend.requests[0]
     assert (request.rid, request.room, request.prompt) == ("mine", 5, (0, 97, 98))
+    assert request.cache_salt == "tenant é".encode()
     assert request.sampling == SamplingParams(16, 0.5, 0.9, 3, 6, ("x", "y"), (4,), ignore_eos=True, min_new_tokens=1)
 
 

@@ -54,6 +54,11 @@ async def test_usage_says_how_much_was_there(pair: Pair) -> None:
     assert (status.pages_total - status.pages_free, status.pages_cached) == (6, 6)
 
 
+async def test_prompts_of_another_salt_are_computed(pair: Pair) -> None:
+    await served(pair, sharing(pair, FIRST))
+    assert await served(pair, replace(sharing(pair, NEXT), cache_salt=b"somebody else")) == 0
+
+
 async def test_many_rooms_with_the_same_prompt_at_once() -> None:
     async with running(Pair(prefill_pages=14, decode_pages=40)) as pair:
         prompt = sharing(pair, FIRST).prompt

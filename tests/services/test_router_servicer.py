@@ -54,6 +54,7 @@ async def test_everything_a_client_may_state_reaches_the_backend(backend: Script
         return_logprob=True,
         top_logprobs_num=2,
         timeout=convert.duration_to(2.5),
+        cache_salt=b"tenant",
     )
     async for response in stub.Generate(message):
         assert response.output.bootstrap_room == 5
@@ -67,6 +68,7 @@ async def test_everything_a_client_may_state_reaches_the_backend(backend: Script
             return_logprob=True,
             top_logprobs=2,
             timeout_s=2.5,
+            cache_salt=b"tenant",
         )
     ]
 
