@@ -57,23 +57,10 @@ async def serve(options: dict[str, Any]) -> None:
     """The wiring of one prefill process; returns when it has drained after SIGTERM."""
     listen = config.pick(config.ListenConfig, options)
     place = config.pick(config.RankConfig, options)
-    data = config.pick(config.TransportConfig, options)
     security = Security.open(config.pick(config.SecurityConfig, options), listen.host)
     own = Runtime.start(Role.PREFILL, options)
+    service, scheduler = _rooms_of(own, options)
     engine = own.engine
-    prefixes = PrefixCache(engine.pages, engine.pool.page_size, keeps=options["enable_prefix_cache"])
-    scheduler = PrefillScheduler(engine, prefixes, options["chunked_prefill_size"], options["max_running_requests"])
-    service = PrefillService(
-        own.instance,
-        engine,
-        scheduler,
-        own.pool,
-        own.metadata,
-        own.transfers,
-        own.hub,
-        new_digest=own.new_digest if data.digest else None,
-        handshake_only=data.transfer_backend == FAKE,
-    )
     receivers = Receivers(engine.layout, own.transport, own.canaries, service.receiver_lost, security.dial)
     service.use(receivers)
     control = server.ControlServer(
@@ -115,6 +102,25 @@ async def serve(options: dict[str, Any]) -> None:
             await supervisor.until_end()
             await service.close(supervisor.patience_s(options["drain_timeout_s"]))
         await supervisor.close(membership.leave(), receivers.close(), control.stop(grace_s=1.0), own.close())
+
+
+def _rooms_of(own: Runtime, options: dict[str, Any]) -> tuple[PrefillService, PrefillScheduler]:
+    """All rooms of the process, and what computes them."""
+    engine, data = own.engine, config.pick(config.TransportConfig, options)
+    prefixes = PrefixCache(engine.pages, engine.pool.page_size, keeps=options["enable_prefix_cache"])
+    scheduler = PrefillScheduler(engine, prefixes, options["chunked_prefill_size"], options["max_running_requests"])
+    service = PrefillService(
+        own.instance,
+        engine,
+        scheduler,
+        own.pool,
+        own.metadata,
+        own.transfers,
+        own.hub,
+        new_digest=own.new_digest if data.digest else None,
+        handshake_only=data.transfer_backend == FAKE,
+    )
+    return service, scheduler
 
 
 if __name__ == "__main__":

@@ -64,32 +64,6 @@ class Gate:
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster()
-    await cluster.start()
-    cluster.prove_all()
-    yield cluster
-    await cluster.stop()
-
-
-@pytest.fixture
-async def prefill(cluster: Cluster) -> EngineServer:
-    return cluster.prefill_servers[0]
-
-
-@pytest.fixture
-async def decode(cluster: Cluster) -> EngineServer:
-    return cluster.decode_servers[0]
-
-
-@pytest.fixture
-async def dispatcher(cluster: Cluster) -> AsyncIterator[Dispatcher]:
-    dispatcher = Dispatcher(cluster.policy)
-    yield dispatcher
-    await dispatcher.close()
-
-
-@pytest.fixture
 async def client(dispatcher: Dispatcher) -> AsyncIterator[Client]:
     fronts = (server.abort(AbortServicer(dispatcher)), server.generation(RouterGenerationServicer(dispatcher)))
     async with serving(*fronts) as connection:

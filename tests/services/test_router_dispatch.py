@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 import pytest
@@ -45,32 +45,6 @@ REQUEST = ClientRequest(
     cache_salt=b"tenant",
 )
 ROOM = BootstrapRoom(2**60 + 1)
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster()
-    await cluster.start()
-    cluster.prove_all()
-    yield cluster
-    await cluster.stop()
-
-
-@pytest.fixture
-async def prefill(cluster: Cluster) -> EngineServer:
-    return cluster.prefill_servers[0]
-
-
-@pytest.fixture
-async def decode(cluster: Cluster) -> EngineServer:
-    return cluster.decode_servers[0]
-
-
-@pytest.fixture
-async def dispatcher(cluster: Cluster) -> AsyncIterator[Dispatcher]:
-    dispatcher = Dispatcher(cluster.policy)
-    yield dispatcher
-    await dispatcher.close()
 
 
 class Answer:
