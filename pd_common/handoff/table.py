@@ -201,11 +201,6 @@ class TransferTable:
 
     # --- time ---
 
-    def next_deadline(self) -> float | None:
-        """When a room is overdue next; None when no room is live."""
-        first = self._agenda.first(self.find)
-        return None if first is None else first[0]
-
     def overdue(self, now: float) -> dict[BootstrapRoom, DeadlineExceeded]:
         """Rooms whose deadline or whose state's limit has passed (I7), and which it was: the caller ends them."""
         found = {}
@@ -213,13 +208,6 @@ class TransferTable:
             self._agenda.drop_first()
             found[first[1]] = self._timeouts.exceeded(self._by_change[first[1]])
         return found
-
-    def expire(self, now: float) -> list[Transfer]:
-        """Fails the rooms that are overdue; returns them as they are now."""
-        rooms = self.overdue(now)
-        for room, error in rooms.items():
-            self.fail(room, error, now)
-        return [self._by_change[room] for room in rooms]
 
     def sweep(self, now: float) -> list[BootstrapRoom]:
         """Forgets finished rooms: those past their retention, and the oldest beyond `max_finished`."""

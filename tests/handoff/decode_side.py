@@ -27,6 +27,7 @@ from tests.handoff.lossy import (
     Write,
 )
 from tests.handoff.memory import MemoryPool
+from tests.handoff.overdue import expire
 from tests.handoff.side import Side
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class DecodeSide(Side):
     # --- the clock ---
 
     def tick(self) -> None:
-        for transfer in self.table.expire(self.now):
+        for transfer in expire(self.table, self.now):
             self.quarrels.add(transfer.room)
             self._hold(transfer.room)
         self.sweep()

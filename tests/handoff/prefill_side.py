@@ -31,6 +31,7 @@ from tests.handoff.lossy import (
     Write,
 )
 from tests.handoff.memory import MemoryPool, owned
+from tests.handoff.overdue import expire
 from tests.handoff.side import Side
 
 S = TransferState
@@ -238,7 +239,7 @@ class PrefillSide(Side):
     # --- the clock ---
 
     def tick(self) -> None:
-        for transfer in self.table.expire(self.now):
+        for transfer in expire(self.table, self.now):
             self.quarrels.add(transfer.room)
             if transfer.room in self.legs:
                 self.untold[transfer.room] = (self.legs[transfer.room], self.now + RETENTION_S)

@@ -16,6 +16,7 @@ from pd_common.handoff.state import ALLOWED, Progress, Transfer, TransferState
 from pd_common.handoff.table import TransferTable
 from pd_common.types import BootstrapRoom, Instance, PageIndices, ProcessProof, Role
 from tests.handoff.memory import make_offer, room
+from tests.handoff.overdue import expire, next_deadline
 
 rooms = st.integers(1, 4).map(room)
 counts = st.integers(0, 3)
@@ -124,7 +125,7 @@ class TableHistory(RuleBasedStateMachine):
     @rule(step_s=st.integers(1, 4))
     def time_passes(self, step_s: int) -> None:
         self.now += step_s
-        self.table.expire(self.now)
+        expire(self.table, self.now)
         assert all(due_s(transfer) > self.now for transfer in self.table.live())
 
     @rule()
@@ -154,7 +155,7 @@ class TableHistory(RuleBasedStateMachine):
                     continue
                 raise AssertionError(number)
         live = [due_s(transfer) for transfer in self.known.values() if not transfer.state.is_final]
-        assert self.table.next_deadline() == min(live, default=None)
+        assert next_deadline(self.table) == min(live, default=None)
 
 
 PAGES, SLOTS = 6, 3

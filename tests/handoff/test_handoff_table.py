@@ -20,6 +20,7 @@ from pd_common.handoff.state import ALLOWED, Progress, Transfer, TransferState, 
 from pd_common.handoff.table import TransferTable
 from pd_common.types import Instance, Role
 from tests.handoff.memory import DECODE, PREFILL, make_offer, room
+from tests.handoff.overdue import expire, next_deadline
 
 S = TransferState
 TIMEOUTS = Timeouts(bootstrap_s=200.0, waiting_s=100.0)
@@ -137,21 +138,21 @@ def test_the_earlier_deadline_of_both_legs_counts(request_s: float, offer_s: flo
     for join in legs if request_first else reversed(legs):
         join()
     assert table.get(room(1)).state is S.WAITING_FOR_INPUT
-    assert table.next_deadline() == 15.0
-    assert table.expire(14.9) == []
-    assert rooms(table.expire(15.0)) == [1]
+    assert next_deadline(table) == 15.0
+    assert expire(table, 14.9) == []
+    assert rooms(expire(table, 15.0)) == [1]
 
 
 def test_deadlines_come_in_order_and_finished_rooms_have_none() -> None:
     table = decode_table()
     for number, deadline_s in ((1, 30.0), (2, 10.0), (3, 20.0)):
         opened(table, number, deadline_s=deadline_s)
-    assert table.next_deadline() == 10.0
+    assert next_deadline(table) == 10.0
     table.abort(room(2), RoomAborted("x"), 1.0)
-    assert table.next_deadline() == 20.0
-    assert table.expire(19.9) == []
-    assert rooms(table.expire(30.0)) == [3, 1]
-    assert table.next_deadline() is None
+    assert next_deadline(table) == 20.0
+    assert expire(table, 19.9) == []
+    assert rooms(expire(table, 30.0)) == [3, 1]
+    assert next_deadline(table) is None
 
 
 @pytest.mark.parametrize(
@@ -198,9 +199,9 @@ def test_a_room_that_meets_nobody_ends_by_the_earlier_of_its_deadline_and_the_bo
 ) -> None:
     table = decode_table()
     opened(table, 1, now=1.0, deadline_s=deadline_s)
-    assert table.next_deadline() == ends_s
-    assert table.expire(ends_s - 0.1) == []
-    assert limits(table.expire(ends_s)) == [(1, limit)]
+    assert next_deadline(table) == ends_s
+    assert expire(table, ends_s - 0.1) == []
+    assert limits(expire(table, ends_s)) == [(1, limit)]
 
 
 def test_the_other_leg_does_not_put_the_bootstrap_timeout_off() -> None:
@@ -208,22 +209,22 @@ def test_the_other_leg_does_not_put_the_bootstrap_timeout_off() -> None:
     table = TransferTable(Role.PREFILL, 30.0, 100, TIMEOUTS)
     table.join_offer(room(1), make_offer([0], 4), deadline_s=900.0, now=0.0)
     table.join_offer(room(1), make_offer([0], 4), deadline_s=900.0, now=150.0)
-    assert limits(table.expire(200.0)) == [(1, "bootstrap_timeout")]
+    assert limits(expire(table, 200.0)) == [(1, "bootstrap_timeout")]
 
 
 def test_once_pages_are_offered_only_standing_still_counts() -> None:
     table = decode_table()
     opened(table, 1, deadline_s=5000.0)
     table.advance(room(1), S.WAITING_FOR_INPUT, 199.0, peer=PREFILL)
-    assert table.expire(298.9) == []
+    assert expire(table, 298.9) == []
     table.advance(room(1), S.TRANSFERRING, 298.9)
     for done in range(1, 20):
-        assert table.expire(298.9 + 99.0 * done) == []
+        assert expire(table, 298.9 + 99.0 * done) == []
         table.advance(room(1), S.TRANSFERRING, 298.9 + 99.0 * done, progress=Progress(done, done, done))
     last = 298.9 + 99.0 * 19
     assert not table.advance(room(1), S.TRANSFERRING, last + 50.0, progress=Progress(19, 19, 19))
-    assert table.next_deadline() == last + 100.0
-    (expired,) = table.expire(last + 100.0)
+    assert next_deadline(table) == last + 100.0
+    (expired,) = expire(table, last + 100.0)
     assert limits([expired]) == [(1, "waiting_timeout")]
     assert expired.progress == Progress(19, 19, 19)
 
@@ -243,7 +244,7 @@ def test_progress_does_not_put_the_requests_deadline_off() -> None:
     opened(table, 1, deadline_s=150.0)
     table.advance(room(1), S.WAITING_FOR_INPUT, 90.0, peer=PREFILL)
     table.advance(room(1), S.TRANSFERRING, 140.0, progress=Progress(1, 1, 1))
-    assert limits(table.expire(150.0)) == [(1, "deadline")]
+    assert limits(expire(table, 150.0)) == [(1, "deadline")]
 
 
 def test_rooms_end_in_the_order_of_their_ends_whatever_was_put_off() -> None:
@@ -253,9 +254,9 @@ def test_rooms_end_in_the_order_of_their_ends_whatever_was_put_off() -> None:
     table.advance(room(1), S.WAITING_FOR_INPUT, 10.0, peer=PREFILL)
     table.advance(room(2), S.WAITING_FOR_INPUT, 20.0, peer=PREFILL)
     table.advance(room(1), S.TRANSFERRING, 109.0)
-    assert table.next_deadline() == 120.0
-    assert limits(table.expire(1000.0)) == [(2, "waiting_timeout"), (3, "bootstrap_timeout"), (1, "waiting_timeout")]
-    assert table.next_deadline() is None
+    assert next_deadline(table) == 120.0
+    assert limits(expire(table, 1000.0)) == [(2, "waiting_timeout"), (3, "bootstrap_timeout"), (1, "waiting_timeout")]
+    assert next_deadline(table) is None
 
 
 def test_a_watcher_can_resume_from_what_is_still_on_record_and_from_nothing_else() -> None:

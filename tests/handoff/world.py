@@ -23,6 +23,7 @@ from pd_common.handoff.table import TransferTable
 from pd_common.transport.base import WriteReceipt
 from pd_common.types import BootstrapRoom, Instance, PageIndices, ProcessProof, Role
 from tests.handoff.memory import GatedChannel, MemoryPool, make_destination, owned
+from tests.handoff.overdue import expire, next_deadline
 
 Args = dict[str, str]
 
@@ -169,7 +170,7 @@ class World:
             self._hold(room)
 
     async def decode_expire(self, _: Args) -> None:
-        for transfer in self.decode_table.expire(self.now):
+        for transfer in expire(self.decode_table, self.now):
             self._hold(transfer.room)
 
     async def decode_lost(self, args: Args) -> None:
@@ -329,7 +330,7 @@ class World:
         self.source_rows.free(leg.slot)
 
     async def prefill_expire(self, _: Args) -> None:
-        for transfer in self.prefill_table.expire(self.now):
+        for transfer in expire(self.prefill_table, self.now):
             if transfer.room in self.legs:
                 await self.legs[transfer.room].sender.abort()
                 self._drop_leg(transfer.room)
@@ -365,7 +366,7 @@ class World:
                 self.say(f"{role} forgets {_ids(swept)}")
 
     async def all_deadline(self, _: Args) -> None:
-        self.say(f"prefill {self.prefill_table.next_deadline()}, decode {self.decode_table.next_deadline()}")
+        self.say(f"prefill {next_deadline(self.prefill_table)}, decode {next_deadline(self.decode_table)}")
 
     async def network_hold(self, _: Args) -> None:
         self.channel.gate.clear()
