@@ -40,14 +40,14 @@ class Reason(StrEnum):
 
 
 class PdError(Exception):
-    """Base of all: a message for a person, and metadata that holds every changing part of it."""
+    """Base of all: a message for a person, and metadata that holds every changing part of it, in order of the keys."""
 
     reason: ClassVar[Reason] = Reason.INTERNAL
 
     def __init__(self, message: str, /, **metadata: object) -> None:  # any name may come from a peer
         super().__init__(message)
         self.message = message
-        self.metadata = {key: str(value) for key, value in metadata.items()}
+        self.metadata = {key: str(value) for key, value in sorted(metadata.items())}
 
 
 class InvalidRequest(PdError):

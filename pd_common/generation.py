@@ -41,14 +41,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt for one pair. `rid` is the client's own name for it, `ticket` the right to the room.
+    """One prompt for one pair, or for one decode alone: then `bootstrap` is None.
 
-    Only prompts of the same `cache_salt` share what is cached of them.
+    `rid` is the client's own name for it, `ticket` the right to the room. Only prompts of the same `cache_salt` share
+    what is cached of them. Of those that wait the ones of the highest `priority` come first.
     """
 
     rid: str
     room: BootstrapRoom
-    bootstrap: BootstrapAddress
+    bootstrap: BootstrapAddress | None
     prompt: tuple[int, ...]
     sampling: SamplingParams
     return_logprob: bool = False
@@ -56,6 +57,7 @@ class GenerationRequest:
     timeout_s: float = 300.0
     ticket: bytes = b""
     cache_salt: bytes = b""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,28 @@ class ClientRequest:
     top_logprobs: int = 0
     timeout_s: float = 300.0
     cache_salt: bytes = b""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much a process has to do, and room for more.
+
+    `queued` requests wait for memory or to be computed, the first of them for `oldest_wait_s`; one more than
+    `max_queued` (0: no limit) is refused. `pages_available` are those that a new request could have.
+    """
+
+    queued: int
+    max_queued: int
+    oldest_wait_s: float
+    running: int
+    pages_total: int
+    pages_available: int
+
+    @property
+    def is_full(self) -> bool:
+        """One more request would be refused."""
+        return 0 < self.max_queued <= self.queued
 
 
 @dataclass(frozen=True, slots=True)

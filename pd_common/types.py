@@ -5,6 +5,7 @@ Knows no network, no tensor library and no clock.
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import NewType
@@ -16,6 +17,12 @@ PageIndices = tuple[int, ...]
 """Page ids of one pool, in prompt order."""
 
 MAX_ROOM = 2**64 - 1
+_OWN_ROOM_BITS = 53
+
+
+def new_room() -> BootstrapRoom:
+    """A number that nobody else has, as good as certainly; exact in a JSON number (I12)."""
+    return BootstrapRoom(secrets.randbelow(2**_OWN_ROOM_BITS - 1) + 1)
 
 
 class Role(StrEnum):

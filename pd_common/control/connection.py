@@ -49,10 +49,10 @@ class Connection:
         with self.typed_errors():
             return await method(request, **{"timeout": CALL_TIMEOUT_S, **options})
 
-    async def stream(self, method: Callable[..., Any], request: object) -> AsyncGenerator[Any, None]:
+    async def stream(self, method: Callable[..., Any], request: object, **options: Any) -> AsyncGenerator[Any, None]:
         """The responses of a server stream; closing the generator ends the call."""
         with self.typed_errors():
-            call = method(request)
+            call = method(request, **options)
             try:
                 async for response in call:
                     yield response

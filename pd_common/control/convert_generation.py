@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pd.v1 import generation_pb2
 
 from pd_common.addresses import parse_address
-from pd_common.control.convert import duration_to, room_from, time_limit_from
+from pd_common.control.convert import duration_from, duration_to, room_from, time_limit_from
 from pd_common.control.status import from_status, to_status
 from pd_common.errors import InternalError, InvalidRequest
 from pd_common.generation import (
     FinishReason,
     GenerationRequest,
+    Load,
     ModelInfo,
     Output,
     SamplingParams,
@@ -96,8 +97,8 @@ def request_to(request: GenerationRequest) -> generation_pb2.GenerateRequest:
     try:
         return generation_pb2.GenerateRequest(
             bootstrap_room=request.room,
-            bootstrap_host=request.bootstrap.host,
-            bootstrap_port=request.bootstrap.port,
+            bootstrap_host=request.bootstrap.host if request.bootstrap else "",
+            bootstrap_port=request.bootstrap.port if request.bootstrap else 0,
             rid=request.rid,
             input_ids=generation_pb2.TokenIds(ids=request.prompt),
             sampling_params=sampling_to(request.sampling),
@@ -106,25 +107,27 @@ def request_to(request: GenerationRequest) -> generation_pb2.GenerateRequest:
             timeout=duration_to(request.timeout_s),
             ticket=request.ticket,
             cache_salt=request.cache_salt,
+            priority=request.priority,
         )
     except ValueError as error:  # an encoding error is one of these too
         raise InvalidRequest(f"the request holds what cannot be sent: {error}") from error
 
 
 def request_from(message: generation_pb2.GenerateRequest, prompt: Sequence[int]) -> GenerationRequest:
-    """A request that names its meeting place; `prompt` is its text or its ids as token ids."""
-    if not message.bootstrap_host:
-        raise InvalidRequest(
-            "bootstrap_host is required here: the host of the prefill's Bootstrap service (a router fills it in)",
-            field="bootstrap_host",
-        )
+    """A request with a room; `prompt` is its text or its ids as token ids.
+
+    Raises:
+        InvalidRequest: a field that no engine process can take.
+    """
+    if message.bootstrap_port and not message.bootstrap_host:
+        raise InvalidRequest("bootstrap_port needs a bootstrap_host", field="bootstrap_host")
     if len(message.rid) > MAX_RID:
         raise InvalidRequest(f"rid has {len(message.rid)} characters; at most {MAX_RID} are allowed", field="rid")
     room = room_from(message.bootstrap_room)
     return GenerationRequest(
         rid=message.rid or f"room-{room}",
         room=room,
-        bootstrap=BootstrapAddress(message.bootstrap_host, message.bootstrap_port or DEFAULT_BOOTSTRAP_PORT),
+        bootstrap=_bootstrap_from(message),
         prompt=tuple(prompt),
         sampling=sampling_from(message.sampling_params),
         return_logprob=message.return_logprob,
@@ -132,12 +135,41 @@ def request_from(message: generation_pb2.GenerateRequest, prompt: Sequence[int])
         timeout_s=timeout_from(message),
         ticket=message.ticket,
         cache_salt=message.cache_salt,
+        priority=message.priority,
     )
+
+
+def _bootstrap_from(message: generation_pb2.GenerateRequest) -> BootstrapAddress | None:
+    if not message.bootstrap_host:
+        return None
+    return BootstrapAddress(message.bootstrap_host, message.bootstrap_port or DEFAULT_BOOTSTRAP_PORT)
 
 
 def timeout_from(message: generation_pb2.GenerateRequest) -> float:
     """Seconds; the default when none is given. Raises as `time_limit_from`."""
     return time_limit_from(message.timeout, "timeout") if message.HasField("timeout") else DEFAULT_TIMEOUT_S
+
+
+def load_to(load: Load) -> generation_pb2.Load:
+    return generation_pb2.Load(
+        requests_queued=load.queued,
+        max_queued_requests=load.max_queued,
+        oldest_wait=duration_to(load.oldest_wait_s),
+        requests_running=load.running,
+        pages_total=load.pages_total,
+        pages_available=load.pages_available,
+    )
+
+
+def load_from(message: generation_pb2.Load) -> Load:
+    return Load(
+        queued=message.requests_queued,
+        max_queued=message.max_queued_requests,
+        oldest_wait_s=duration_from(message.oldest_wait),
+        running=message.requests_running,
+        pages_total=message.pages_total,
+        pages_available=message.pages_available,
+    )
 
 
 def output_to(output: Output) -> generation_pb2.Output:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -10,11 +11,11 @@ from typing import Protocol
 
 from pd.v1 import generation_pb2, generation_pb2_grpc
 
-from pd_common.control import convert_generation
+from pd_common.control import beats, convert_generation
 from pd_common.control.outputs import OutputHub
 from pd_common.control.rooms import Call, RoomService, within_call
 from pd_common.errors import ClientCancelled, InvalidRequest
-from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo
+from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo, Output
 from pd_common.telemetry import spans
 from pd_common.types import BootstrapAddress
 
@@ -65,11 +66,13 @@ class EngineGenerationServicer(generation_pb2_grpc.GenerationServicer):
     ) -> AsyncIterator[generation_pb2.StreamOutputsResponse]:
         self._hub.subscribe(request.subscriber)
         try:
-            yield generation_pb2.StreamOutputsResponse()
+            yield self._step((), with_load=True)
+            load_said_s = time.monotonic()
             async for outputs in self._hub.stream(request.subscriber):
-                yield generation_pb2.StreamOutputsResponse(
-                    outputs=[convert_generation.output_to(output) for output in outputs]
-                )
+                is_due = not outputs or time.monotonic() - load_said_s >= beats.BEAT_S
+                if is_due:
+                    load_said_s = time.monotonic()
+                yield self._step(outputs, with_load=is_due)
         finally:
             self._abandon(request.subscriber)
 
@@ -107,6 +110,12 @@ class EngineGenerationServicer(generation_pb2_grpc.GenerationServicer):
                 return message.input_ids.ids
             case _:
                 raise InvalidRequest("give text or input_ids", field="text")
+
+    def _step(self, outputs: Sequence[Output], *, with_load: bool) -> generation_pb2.StreamOutputsResponse:
+        return generation_pb2.StreamOutputsResponse(
+            outputs=[convert_generation.output_to(output) for output in outputs],
+            load=convert_generation.load_to(self._service.load()) if with_load else None,
+        )
 
     def _abandon(self, subscriber: str) -> None:
         for room in self._hub.unsubscribe(subscriber):

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a process: errors answered; of an engine also its KV pages, metadata slots and rooms."""
+"""What Prometheus reads of a process: errors answered; of an engine also pages, metadata slots, rooms and its queue."""
 
 from __future__ import annotations
 
@@ -43,6 +43,15 @@ class PoolCollector(Collector):
             quarantined=now.slots_quarantined,
         )
         yield GaugeMetricFamily("pd_rooms_live", "Rooms that have not ended.", value=now.live_rooms)
+        yield GaugeMetricFamily("pd_requests_queued", "Requests that wait for their turn.", value=now.requests_queued)
+        yield GaugeMetricFamily(
+            "pd_requests_retracted",
+            "Requests whose pages others have until it is their turn again.",
+            value=now.requests_retracted,
+        )
+        yield GaugeMetricFamily(
+            "pd_kv_pages_on_host", "Pages of retracted requests that are kept in host memory.", value=now.pages_on_host
+        )
 
 
 def _by_state(name: str, what: str, total: int, **unused: int) -> Metric:

@@ -12,7 +12,7 @@ from pd.v1 import types_pb2
 from pd_common.control import convert
 from pd_common.control.peers import Peer
 from pd_common.errors import PdError, StaleInstance
-from pd_common.generation import GenerationRequest
+from pd_common.generation import GenerationRequest, Load
 from pd_common.handoff.quarantine import Held
 from pd_common.handoff.state import Progress, Transfer, TransferState
 from pd_common.handoff.table import TransferTable
@@ -45,6 +45,9 @@ class PoolStatus:
     slots_quarantined: int
     live_rooms: int
     pages_cached: int = 0
+    requests_queued: int = 0
+    requests_retracted: int = 0
+    pages_on_host: int = 0
 
 
 class RoomService(Protocol):
@@ -59,6 +62,8 @@ class RoomService(Protocol):
         """Every room on record."""
 
     def pool_status(self) -> PoolStatus: ...
+
+    def load(self) -> Load: ...
 
     def quarantined(self) -> tuple[Held, ...]:
         """What failed rooms keep from reuse, oldest first."""

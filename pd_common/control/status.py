@@ -8,8 +8,8 @@ from itertools import islice
 from typing import Any, cast
 
 import grpc
-from google.protobuf import any_pb2
-from google.protobuf.message import DecodeError
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from pd_common.errors import (
@@ -29,6 +29,8 @@ _DETAILS_KEY = "grpc-status-details-bin"
 MOST_OF_A_MESSAGE = 1000
 """Bytes: errors say what they were given, and stay on record for a while. gRPC, too, refuses trailers over 8 KiB."""
 _MOST_OF_A_FACT, _MOST_FACTS = 250, 8
+_MOST_DIGITS = 9
+"""Of seconds that somebody says; a Duration has room for more."""
 
 CODE_OF_REASON: dict[Reason, grpc.StatusCode] = {
     Reason.INVALID_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
@@ -68,12 +70,27 @@ _ERROR_WITHOUT_INFO: dict[grpc.StatusCode, type[PdError]] = {
 
 
 def to_status(error: PdError) -> status_pb2.Status:
-    """The error as it travels: code, message for a person, ErrorInfo for a program."""
+    """The error as it travels: code, message for a person, ErrorInfo for a program, RetryInfo when it says when."""
     info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=_cut_facts(error.metadata))
-    detail = any_pb2.Any()
-    detail.Pack(info)
+    details = [_packed(info)]
+    if error.reason is Reason.CAPACITY and (seconds := retry_after_s(error.metadata)):
+        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=seconds))))
     code: int = CODE_OF_REASON[error.reason].value[0]
-    return status_pb2.Status(code=code, message=_cut(error.message, MOST_OF_A_MESSAGE), details=[detail])
+    return status_pb2.Status(code=code, message=_cut(error.message, MOST_OF_A_MESSAGE), details=details)
+
+
+def retry_after_s(metadata: Mapping[str, str]) -> int | None:
+    """Whole seconds, at least 1, after which a request that met CapacityExceeded may come again; None: nobody said."""
+    said = metadata.get("retry_after_s", "")
+    if not said.isdecimal() or len(said) > _MOST_DIGITS:
+        return None
+    return max(int(said), 1)
+
+
+def _packed(message: Message) -> any_pb2.Any:
+    detail = any_pb2.Any()
+    detail.Pack(message)
+    return detail
 
 
 def _cut(text: str, most: int) -> str:

@@ -17,9 +17,9 @@ FAKE = "fake"
 """Name of the backend, and of its carrier. What stands for an address is the same in bytes."""
 
 
-def is_fake(bootstrap: BootstrapAddress) -> bool:
+def is_fake(bootstrap: BootstrapAddress | None) -> bool:
     """Whether a room that is to meet there has no peer."""
-    return bootstrap.host == FAKE_BOOTSTRAP_HOST
+    return bootstrap is not None and bootstrap.host == FAKE_BOOTSTRAP_HOST
 
 
 class FakeChannel:

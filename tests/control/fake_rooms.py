@@ -12,14 +12,17 @@ from pd_common.control.outputs import OutputHub
 from pd_common.control.peers import Peer
 from pd_common.control.rooms import PoolStatus, TransferReport
 from pd_common.errors import InvalidRequest, PdError
-from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo, Output
+from pd_common.generation import ChatMessage, GenerationRequest, Load, ModelInfo, Output
 from pd_common.handoff.deadlines import Timeouts
 from pd_common.handoff.quarantine import Held
 from pd_common.handoff.state import Transfer, TransferState
 from pd_common.handoff.table import TransferTable
 from pd_common.types import BootstrapRoom, Instance, Role
 
-POOL = PoolStatus(64, 40, 8, 6, 3, 1, live_rooms=2, pages_cached=5)
+POOL = PoolStatus(
+    64, 40, 8, 6, 3, 1, live_rooms=2, pages_cached=5, requests_queued=7, requests_retracted=3, pages_on_host=9
+)
+IDLE = Load(queued=0, max_queued=8, oldest_wait_s=0.0, running=0, pages_total=64, pages_available=64)
 MODEL = ModelInfo("tiny", 256, 128, 1000, 16, has_chat_template=True)
 
 
@@ -34,12 +37,16 @@ class FakeRooms:
         self.abandoned: asyncio.Queue[tuple[BootstrapRoom, PdError]] = asyncio.Queue()
         self.reports: list[TransferReport] = []
         self.refusal: PdError | None = None
+        self.to_do = IDLE
         self.held: tuple[Held, ...] = ()
         self.paired: tuple[Peer, ...] = ()
         self._hub = hub
 
     def pool_status(self) -> PoolStatus:
         return POOL
+
+    def load(self) -> Load:
+        return self.to_do
 
     def quarantined(self) -> tuple[Held, ...]:
         return self.held

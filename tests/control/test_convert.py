@@ -14,6 +14,7 @@ from pd_common.errors import ERROR_OF_REASON, InvalidRequest, PdError, Reason
 from pd_common.generation import (
     FinishReason,
     GenerationRequest,
+    Load,
     ModelInfo,
     Output,
     SamplingParams,
@@ -87,7 +88,7 @@ requests = st.builds(
     GenerationRequest,
     rid=name,
     room=rooms,
-    bootstrap=st.builds(BootstrapAddress, name, st.integers(1, 65535)),
+    bootstrap=st.none() | st.builds(BootstrapAddress, name, st.integers(1, 65535)),
     prompt=tuples(uint32),
     sampling=samplings,
     return_logprob=st.booleans(),
@@ -95,6 +96,16 @@ requests = st.builds(
     timeout_s=st.floats(1e-6, 1e6),
     ticket=st.binary(max_size=8),
     cache_salt=st.binary(max_size=8),
+    priority=st.integers(-(2**31), 2**31 - 1),
+)
+loads = st.builds(
+    Load,
+    queued=uint32,
+    max_queued=uint32,
+    oldest_wait_s=st.integers(0, 10**9).map(lambda quarters: quarters / 4),
+    running=uint32,
+    pages_total=uint32,
+    pages_available=uint32,
 )
 alternatives = st.builds(TokenLogprob, uint32, double, text=text)
 logprobs = st.builds(TokenLogprob, uint32, double, tuples(alternatives), text)
@@ -163,6 +174,13 @@ def test_a_failed_piece_carries_its_error(cls: type[PdError]) -> None:
 
 
 @on_any_machine
+@given(loads)
+def test_how_much_a_process_has_to_do_survives_the_wire(load: Load) -> None:
+    wire = convert_generation.load_to(load).SerializeToString()
+    assert convert_generation.load_from(generation_pb2.Load.FromString(wire)) == load
+
+
+@on_any_machine
 @given(models)
 def test_what_is_known_of_a_model_survives_the_wire(model: ModelInfo) -> None:
     wire = convert_generation.model_to(model).SerializeToString()
@@ -192,6 +210,11 @@ def test_fields_that_a_client_leaves_out_take_the_documented_defaults() -> None:
         sampling=SamplingParams(max_new_tokens=128),
         timeout_s=300.0,
     )
+
+
+def test_a_request_that_names_no_prefill_is_one_for_a_decode_alone() -> None:
+    message = generation_pb2.GenerateRequest(bootstrap_room=5)
+    assert convert_generation.request_from(message, [7]).bootstrap is None
 
 
 def test_a_zero_that_a_client_states_is_not_taken_for_a_field_left_out() -> None:

@@ -26,7 +26,7 @@ from pd_common.control.status import from_rpc_error
 from pd_common.errors import Reason, RoomAborted
 from pd_common.types import Role
 from services.router.dispatch import Dispatcher
-from services.router.policy import LeastRooms
+from services.router.policy import LeastLoaded
 from services.router.servicer import RouterGenerationServicer
 from services.router.worker import Worker
 from tests.control.hostile import changes, laid_over, messages
@@ -117,7 +117,7 @@ class Attacked:
     async def start(self) -> None:
         addresses = {Role.PREFILL: self.pair.at_prefill.address, Role.DECODE: self.pair.at_decode.address}
         self._workers = [Worker(role, address, self._changed, dial_plain) for role, address in addresses.items()]
-        policy = LeastRooms(self._workers[:1], self._workers[1:])
+        policy = LeastLoaded(self._workers[:1], self._workers[1:])
         self._dispatcher = Dispatcher(policy)
         self._control = ControlServer(
             [
@@ -127,7 +127,7 @@ class Attacked:
         )
         self._running = [asyncio.create_task(worker.run()) for worker in self._workers]
         await until(lambda: all(worker.is_live for worker in self._workers))
-        (proven,) = policy.pairs
+        (proven,) = policy.routes
         assert proven.lives is not None
         proven.note_probe(proven.lives, None)
         registry = Registry(Role.PREFILL, self.pair.prefill.instance.epoch)

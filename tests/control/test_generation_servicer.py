@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,16 +12,16 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from pd.v1 import generation_pb2, generation_pb2_grpc
 
-from pd_common.control import beats, convert, convert_generation, server
+from pd_common.control import beats, convert, convert_generation, generation_servicer, server
 from pd_common.control.connection import CALL_TIMEOUT_S, Connection
 from pd_common.control.generation_client import GenerationClient
 from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.outputs import OutputHub
 from pd_common.errors import ClientCancelled, InvalidRequest, PeerLost, RoomInUse
-from pd_common.generation import ChatMessage, FinishReason, Output, Usage
+from pd_common.generation import ChatMessage, FinishReason, Load, Output, Usage
 from pd_common.telemetry import spans
 from pd_common.types import BootstrapAddress, BootstrapRoom
-from tests.control.fake_rooms import MODEL, FakeModel, FakeRooms
+from tests.control.fake_rooms import IDLE, MODEL, FakeModel, FakeRooms
 from tests.control.serving import make_request, serving, typed
 
 ONE, TWO, THREE = BootstrapRoom(1), BootstrapRoom(2), BootstrapRoom(3)
@@ -139,6 +141,40 @@ async def test_a_stream_beats_while_there_is_nothing_to_say_and_loses_nothing(
         hub.publish([piece(ONE, token)])
         assert await outputs.next_step() == (piece(ONE, token),)
     outputs.cancel()
+
+
+async def test_a_process_says_what_it_has_to_do_at_once_and_again_while_it_is_busy(
+    rooms: FakeRooms, hub: OutputHub, client: GenerationClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beats, "BEAT_S", 1000.0)
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(generation_servicer, "time", clock)
+    said: list[Load] = []
+    outputs = client.stream_outputs("a", said.append)
+    assert await soon(anext(outputs)) == ()
+    assert said == [IDLE]
+    await client.submit(make_request(ONE), "a", PARENT)
+    rooms.to_do = replace(IDLE, queued=5, oldest_wait_s=1.5, pages_available=2)
+    for now_s, times_said in ((1.0, 1), (999.0, 1), (1000.0, 2), (1999.0, 2), (2100.0, 3)):
+        clock.monotonic = partial(float, now_s)
+        hub.publish([piece(ONE, 1)])
+        assert await soon(anext(outputs)) == (piece(ONE, 1),)
+        assert len(said) == times_said
+    assert said == [IDLE, rooms.to_do, rooms.to_do]
+    await outputs.aclose()
+
+
+async def test_a_process_that_has_nothing_to_send_says_so_with_every_beat(
+    client: GenerationClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beats, "BEAT_S", 0.01)
+    monkeypatch.setattr(generation_servicer, "time", SimpleNamespace(monotonic=lambda: 0.0))  # a timer may be early
+    said: list[Load] = []
+    outputs = client.stream_outputs("a", said.append)
+    for _ in range(4):
+        assert await soon(anext(outputs)) == ()
+    assert said == [IDLE] * 4
+    await outputs.aclose()
 
 
 async def test_a_failed_output_arrives_typed(hub: OutputHub, client: GenerationClient, stub: Any) -> None:
@@ -287,6 +323,13 @@ async def test_a_submit_does_not_end_with_its_call(rooms: FakeRooms, client: Gen
     request, _ = await soon(rooms.submitted.get())
     assert request.timeout_s == make_request(ONE).timeout_s > CALL_TIMEOUT_S
     outputs.cancel()
+
+
+async def test_a_request_without_a_prefill_is_one_for_this_process_alone(rooms: FakeRooms, stub: Any) -> None:
+    call = stub.Generate(message_of(ONE, bootstrap_host=None, bootstrap_port=None, priority=-4))
+    request, _ = await soon(rooms.submitted.get())
+    assert request == replace(make_request(ONE), bootstrap=None, priority=-4)
+    call.cancel()
 
 
 async def test_generate_takes_text(rooms: FakeRooms, stub: Any) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 import httpx
@@ -71,3 +72,16 @@ async def test_a_busy_port_is_an_error(app: SlowApp, server: HttpServer) -> None
 async def test_a_host_of_another_machine_is_an_error(app: SlowApp) -> None:
     with pytest.raises(InvalidRequest, match=r"192\.0\.2\.1"):
         await HttpServer(app.asgi, "192.0.2.1", 0).start()
+
+
+async def test_answers_on_a_connection_that_is_used_again_are_not_delayed(app: SlowApp, server: HttpServer) -> None:
+    port = await server.start()
+    _, writer = await asyncio.open_connection(LOOPBACK, port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: test\r\n\r\n")
+    await asyncio.wait_for(app.asked.wait(), 10)
+    (connection,) = server._server.server_state.connections
+    accepted = connection.transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    app.may_answer.set()
+    writer.close()
+    await server.stop()

@@ -19,7 +19,7 @@ from tests.control.serving import LOOPBACK
 
 async def test_what_is_scraped_is_what_the_pools_are_doing_now(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, metrics.__name__)
-    pools = [PoolStatus(100, 50, 10, 8, 5, 1, 3, 20), PoolStatus(100, 100, 0, 8, 8, 0, 0)]
+    pools = [PoolStatus(100, 50, 10, 8, 5, 1, 3, 20, 6, 2, 11), PoolStatus(100, 100, 0, 8, 8, 0, 0)]
     async with metrics.served([PoolCollector(lambda: pools[0])], LOOPBACK, 0), httpx.AsyncClient() as client:
         found = re.search(r"http://\S+/metrics", caplog.text)
         assert found is not None
@@ -32,6 +32,9 @@ async def test_what_is_scraped_is_what_the_pools_are_doing_now(caplog: pytest.Lo
             'pd_metadata_slots{state="used"}': 2,
             'pd_metadata_slots{state="quarantined"}': 1,
             "pd_rooms_live": 3,
+            "pd_requests_queued": 6,
+            "pd_requests_retracted": 2,
+            "pd_kv_pages_on_host": 11,
         }
         del pools[0]
         assert samples((await client.get(found[0])).text)['pd_kv_pages{state="quarantined"}'] == 0

@@ -15,7 +15,16 @@ from pd_common.control import server
 from pd_common.control.connection import Connection
 from pd_common.control.generation_client import GenerationClient
 from pd_common.control.status import CODE_OF_REASON, DOMAIN, from_rpc_error, from_status, to_status
-from pd_common.errors import ERROR_OF_REASON, InternalError, LayoutMismatch, PdError, PeerLost, Reason, RoomInUse
+from pd_common.errors import (
+    ERROR_OF_REASON,
+    CapacityExceeded,
+    InternalError,
+    LayoutMismatch,
+    PdError,
+    PeerLost,
+    Reason,
+    RoomInUse,
+)
 from tests.control.servicer_scripts import FailingServicer
 from tests.control.serving import LOOPBACK, serving
 
@@ -71,6 +80,37 @@ def test_what_cannot_be_understood_is_an_internal_error_with_its_message(status:
     error = from_status(status)
     assert type(error) is InternalError
     assert error.message == "boom"
+
+
+def retry_delays(status: status_pb2.Status) -> list[float]:
+    found = []
+    for detail in status.details:
+        info = error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            found.append(info.retry_delay.ToNanoseconds() / 1e9)
+    return found
+
+
+def test_who_is_refused_for_want_of_capacity_is_told_when_to_come_again() -> None:
+    sent = CapacityExceeded("8 requests wait", limit=8, retry_after_s=7)
+    status = to_status(sent)
+    assert retry_delays(status) == [7.0]
+    status.details.reverse()  # the order of details is nobody's promise
+    got = from_status(status)
+    assert type(got) is CapacityExceeded
+    assert got.metadata == {"limit": "8", "retry_after_s": "7"}
+
+
+@pytest.mark.parametrize("said", ["", "soon", "-1", "1.5", "nan", "9" * 300])
+def test_what_is_no_time_to_wait_is_not_passed_on_as_one(said: str) -> None:
+    """I11: what a worker says passes through the router."""
+    assert retry_delays(to_status(CapacityExceeded("full", retry_after_s=said))) == []
+
+
+def test_only_want_of_capacity_passes_by_itself() -> None:
+    assert retry_delays(to_status(CapacityExceeded("full"))) == []
+    assert retry_delays(to_status(RoomInUse("room 5 is in use", retry_after_s=7))) == []
+    assert retry_delays(to_status(CapacityExceeded("full", retry_after_s=0))) == [1.0]
 
 
 def test_no_more_is_kept_of_what_a_peer_says_than_would_be_sent() -> None:

@@ -42,7 +42,8 @@ from pd_common.errors import InvalidRequest, PdError, PermissionDenied
 from pd_common.generation import ClientRequest, SamplingParams
 from pd_common.types import BootstrapAddress, BootstrapRoom, Role
 from services.router.dispatch import Dispatcher
-from services.router.policy import LeastRooms, Pair
+from services.router.policy import LeastLoaded
+from services.router.route import Route
 from services.router.worker import Worker
 from tests.control.certificates import put
 from tests.control.fake_rooms import FakeModel, FakeRooms
@@ -302,9 +303,9 @@ async def test_the_router_signs_what_the_engines_check(guarded: Connection, room
     while not all(worker.is_live for worker in workers):
         await asyncio.wait_for(changed.wait(), 10)
         changed.clear()
-    dispatcher = Dispatcher(LeastRooms(workers[:1], workers[1:]), keys)
+    dispatcher = Dispatcher(LeastLoaded(workers[:1], workers[1:]), keys)
     prompt = ClientRequest(prompt=(1, 2), sampling=SamplingParams(max_new_tokens=4), timeout_s=30.0, room=ROOM)
-    client = asyncio.create_task(anext(dispatcher.generate_through(Pair(workers[0], workers[1]), prompt)))
+    client = asyncio.create_task(anext(dispatcher.generate_through(Route(workers[0], workers[1]), prompt, "test")))
     request, _ = await asyncio.wait_for(rooms.submitted.get(), 10)
     keys.check(request.ticket, ROOM, time.time() + 80, may_be_over=False)
     with pytest.raises(PermissionDenied):

@@ -26,15 +26,15 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pd/v1/generation.proto\x12\x05pd.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\"\x11\n\x0fGetModelRequest\"\xb1\x01\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x11\n\tpage_size\x18\x05 \x01(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x19\n\x11\x62ootstrap_address\x18\x07 \x01(\t\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\",\n\x04\x43hat\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.pd.v1.ChatMessage\"G\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x1b\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x0b.pd.v1.ChatH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x94\x02\n\x0eSamplingParams\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x16\n\x0emin_new_tokens\x18\t \x01(\rB\x11\n\x0f_max_new_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"\xd8\x02\n\x0fGenerateRequest\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12\x16\n\x0e\x62ootstrap_host\x18\x02 \x01(\t\x12\x16\n\x0e\x62ootstrap_port\x18\x03 \x01(\r\x12\x0b\n\x03rid\x18\x04 \x01(\t\x12\x0e\n\x04text\x18\x05 \x01(\tH\x00\x12$\n\tinput_ids\x18\x06 \x01(\x0b\x32\x0f.pd.v1.TokenIdsH\x00\x12.\n\x0fsampling_params\x18\x07 \x01(\x0b\x32\x15.pd.v1.SamplingParams\x12\x16\n\x0ereturn_logprob\x18\x08 \x01(\x08\x12\x18\n\x10top_logprobs_num\x18\t \x01(\r\x12*\n\x07timeout\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06ticket\x18\x0b \x01(\x0c\x12\x12\n\ncache_salt\x18\x0c \x01(\x0c\x42\x08\n\x06prompt\"_\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x1e\n\x03top\x18\x03 \x03(\x0b\x32\x11.pd.v1.TopLogprob\x12\x0c\n\x04text\x18\x04 \x01(\t\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x93\x02\n\x06Output\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12%\n\x08logprobs\x18\x04 \x03(\x0b\x32\x13.pd.v1.TokenLogprob\x12*\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x13.pd.v1.FinishReason\x12\x16\n\x0cmatched_text\x18\x06 \x01(\tH\x00\x12\x1a\n\x10matched_token_id\x18\x07 \x01(\rH\x00\x12\x1b\n\x05usage\x18\x08 \x01(\x0b\x32\x0c.pd.v1.Usage\x12!\n\x05\x65rror\x18\t \x01(\x0b\x32\x12.google.rpc.StatusB\t\n\x07matched\"1\n\x10GenerateResponse\x12\x1d\n\x06output\x18\x01 \x01(\x0b\x32\r.pd.v1.Output\"L\n\rSubmitRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.pd.v1.GenerateRequest\x12\x12\n\nsubscriber\x18\x02 \x01(\t\"\x10\n\x0eSubmitResponse\"*\n\x14StreamOutputsRequest\x12\x12\n\nsubscriber\x18\x01 \x01(\t\"7\n\x15StreamOutputsResponse\x12\x1e\n\x07outputs\x18\x01 \x03(\x0b\x32\r.pd.v1.Output*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_HANDED_OFF\x10\x03\x32\xca\x02\n\nGeneration\x12;\n\x08GetModel\x12\x16.pd.v1.GetModelRequest\x1a\x17.pd.v1.GetModelResponse\x12;\n\x08Tokenize\x12\x16.pd.v1.TokenizeRequest\x1a\x17.pd.v1.TokenizeResponse\x12=\n\x08Generate\x12\x16.pd.v1.GenerateRequest\x1a\x17.pd.v1.GenerateResponse0\x01\x12\x35\n\x06Submit\x12\x14.pd.v1.SubmitRequest\x1a\x15.pd.v1.SubmitResponse\x12L\n\rStreamOutputs\x12\x1b.pd.v1.StreamOutputsRequest\x1a\x1c.pd.v1.StreamOutputsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pd/v1/generation.proto\x12\x05pd.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\"\x11\n\x0fGetModelRequest\"\xb1\x01\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x11\n\tpage_size\x18\x05 \x01(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x19\n\x11\x62ootstrap_address\x18\x07 \x01(\t\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\",\n\x04\x43hat\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.pd.v1.ChatMessage\"G\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x1b\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x0b.pd.v1.ChatH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x94\x02\n\x0eSamplingParams\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x16\n\x0emin_new_tokens\x18\t \x01(\rB\x11\n\x0f_max_new_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"\xea\x02\n\x0fGenerateRequest\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12\x16\n\x0e\x62ootstrap_host\x18\x02 \x01(\t\x12\x16\n\x0e\x62ootstrap_port\x18\x03 \x01(\r\x12\x0b\n\x03rid\x18\x04 \x01(\t\x12\x0e\n\x04text\x18\x05 \x01(\tH\x00\x12$\n\tinput_ids\x18\x06 \x01(\x0b\x32\x0f.pd.v1.TokenIdsH\x00\x12.\n\x0fsampling_params\x18\x07 \x01(\x0b\x32\x15.pd.v1.SamplingParams\x12\x16\n\x0ereturn_logprob\x18\x08 \x01(\x08\x12\x18\n\x10top_logprobs_num\x18\t \x01(\r\x12*\n\x07timeout\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06ticket\x18\x0b \x01(\x0c\x12\x12\n\ncache_salt\x18\x0c \x01(\x0c\x12\x10\n\x08priority\x18\r \x01(\x05\x42\x08\n\x06prompt\"_\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x1e\n\x03top\x18\x03 \x03(\x0b\x32\x11.pd.v1.TopLogprob\x12\x0c\n\x04text\x18\x04 \x01(\t\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x93\x02\n\x06Output\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12%\n\x08logprobs\x18\x04 \x03(\x0b\x32\x13.pd.v1.TokenLogprob\x12*\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x13.pd.v1.FinishReason\x12\x16\n\x0cmatched_text\x18\x06 \x01(\tH\x00\x12\x1a\n\x10matched_token_id\x18\x07 \x01(\rH\x00\x12\x1b\n\x05usage\x18\x08 \x01(\x0b\x32\x0c.pd.v1.Usage\x12!\n\x05\x65rror\x18\t \x01(\x0b\x32\x12.google.rpc.StatusB\t\n\x07matched\"1\n\x10GenerateResponse\x12\x1d\n\x06output\x18\x01 \x01(\x0b\x32\r.pd.v1.Output\"L\n\rSubmitRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.pd.v1.GenerateRequest\x12\x12\n\nsubscriber\x18\x02 \x01(\t\"\x10\n\x0eSubmitResponse\"*\n\x14StreamOutputsRequest\x12\x12\n\nsubscriber\x18\x01 \x01(\t\"R\n\x15StreamOutputsResponse\x12\x1e\n\x07outputs\x18\x01 \x03(\x0b\x32\r.pd.v1.Output\x12\x19\n\x04load\x18\x02 \x01(\x0b\x32\x0b.pd.v1.Load\"\xb4\x01\n\x04Load\x12\x17\n\x0frequests_queued\x18\x01 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x02 \x01(\r\x12.\n\x0boldest_wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10requests_running\x18\x04 \x01(\r\x12\x13\n\x0bpages_total\x18\x05 \x01(\r\x12\x17\n\x0fpages_available\x18\x06 \x01(\r*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_HANDED_OFF\x10\x03\x32\xca\x02\n\nGeneration\x12;\n\x08GetModel\x12\x16.pd.v1.GetModelRequest\x1a\x17.pd.v1.GetModelResponse\x12;\n\x08Tokenize\x12\x16.pd.v1.TokenizeRequest\x1a\x17.pd.v1.TokenizeResponse\x12=\n\x08Generate\x12\x16.pd.v1.GenerateRequest\x1a\x17.pd.v1.GenerateResponse0\x01\x12\x35\n\x06Submit\x12\x14.pd.v1.SubmitRequest\x1a\x15.pd.v1.SubmitResponse\x12L\n\rStreamOutputs\x12\x1b.pd.v1.StreamOutputsRequest\x1a\x1c.pd.v1.StreamOutputsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pd.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1912
-  _globals['_FINISHREASON']._serialized_end=2037
+  _globals['_FINISHREASON']._serialized_start=2140
+  _globals['_FINISHREASON']._serialized_end=2265
   _globals['_GETMODELREQUEST']._serialized_start=90
   _globals['_GETMODELREQUEST']._serialized_end=107
   _globals['_GETMODELRESPONSE']._serialized_start=110
@@ -52,25 +52,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS']._serialized_start=519
   _globals['_SAMPLINGPARAMS']._serialized_end=795
   _globals['_GENERATEREQUEST']._serialized_start=798
-  _globals['_GENERATEREQUEST']._serialized_end=1142
-  _globals['_TOKENLOGPROB']._serialized_start=1144
-  _globals['_TOKENLOGPROB']._serialized_end=1239
-  _globals['_TOPLOGPROB']._serialized_start=1241
-  _globals['_TOPLOGPROB']._serialized_end=1302
-  _globals['_USAGE']._serialized_start=1304
-  _globals['_USAGE']._serialized_end=1384
-  _globals['_OUTPUT']._serialized_start=1387
-  _globals['_OUTPUT']._serialized_end=1662
-  _globals['_GENERATERESPONSE']._serialized_start=1664
-  _globals['_GENERATERESPONSE']._serialized_end=1713
-  _globals['_SUBMITREQUEST']._serialized_start=1715
-  _globals['_SUBMITREQUEST']._serialized_end=1791
-  _globals['_SUBMITRESPONSE']._serialized_start=1793
-  _globals['_SUBMITRESPONSE']._serialized_end=1809
-  _globals['_STREAMOUTPUTSREQUEST']._serialized_start=1811
-  _globals['_STREAMOUTPUTSREQUEST']._serialized_end=1853
-  _globals['_STREAMOUTPUTSRESPONSE']._serialized_start=1855
-  _globals['_STREAMOUTPUTSRESPONSE']._serialized_end=1910
-  _globals['_GENERATION']._serialized_start=2040
-  _globals['_GENERATION']._serialized_end=2370
+  _globals['_GENERATEREQUEST']._serialized_end=1160
+  _globals['_TOKENLOGPROB']._serialized_start=1162
+  _globals['_TOKENLOGPROB']._serialized_end=1257
+  _globals['_TOPLOGPROB']._serialized_start=1259
+  _globals['_TOPLOGPROB']._serialized_end=1320
+  _globals['_USAGE']._serialized_start=1322
+  _globals['_USAGE']._serialized_end=1402
+  _globals['_OUTPUT']._serialized_start=1405
+  _globals['_OUTPUT']._serialized_end=1680
+  _globals['_GENERATERESPONSE']._serialized_start=1682
+  _globals['_GENERATERESPONSE']._serialized_end=1731
+  _globals['_SUBMITREQUEST']._serialized_start=1733
+  _globals['_SUBMITREQUEST']._serialized_end=1809
+  _globals['_SUBMITRESPONSE']._serialized_start=1811
+  _globals['_SUBMITRESPONSE']._serialized_end=1827
+  _globals['_STREAMOUTPUTSREQUEST']._serialized_start=1829
+  _globals['_STREAMOUTPUTSREQUEST']._serialized_end=1871
+  _globals['_STREAMOUTPUTSRESPONSE']._serialized_start=1873
+  _globals['_STREAMOUTPUTSRESPONSE']._serialized_end=1955
+  _globals['_LOAD']._serialized_start=1958
+  _globals['_LOAD']._serialized_end=2138
+  _globals['_GENERATION']._serialized_start=2268
+  _globals['_GENERATION']._serialized_end=2598
 # @@protoc_insertion_point(module_scope)

@@ -101,7 +101,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_new_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("bootstrap_room", "bootstrap_host", "bootstrap_port", "rid", "text", "input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "timeout", "ticket", "cache_salt")
+    __slots__ = ("bootstrap_room", "bootstrap_host", "bootstrap_port", "rid", "text", "input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "timeout", "ticket", "cache_salt", "priority")
     BOOTSTRAP_ROOM_FIELD_NUMBER: _ClassVar[int]
     BOOTSTRAP_HOST_FIELD_NUMBER: _ClassVar[int]
     BOOTSTRAP_PORT_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,7 @@ class GenerateRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     bootstrap_room: int
     bootstrap_host: str
     bootstrap_port: int
@@ -126,7 +127,8 @@ class GenerateRequest(_message.Message):
     timeout: _duration_pb2.Duration
     ticket: bytes
     cache_salt: bytes
-    def __init__(self, bootstrap_room: _Optional[int] = ..., bootstrap_host: _Optional[str] = ..., bootstrap_port: _Optional[int] = ..., rid: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., return_logprob: _Optional[bool] = ..., top_logprobs_num: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., ticket: _Optional[bytes] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
+    priority: int
+    def __init__(self, bootstrap_room: _Optional[int] = ..., bootstrap_host: _Optional[str] = ..., bootstrap_port: _Optional[int] = ..., rid: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., return_logprob: _Optional[bool] = ..., top_logprobs_num: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., ticket: _Optional[bytes] = ..., cache_salt: _Optional[bytes] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "top", "text")
@@ -207,7 +209,25 @@ class StreamOutputsRequest(_message.Message):
     def __init__(self, subscriber: _Optional[str] = ...) -> None: ...
 
 class StreamOutputsResponse(_message.Message):
-    __slots__ = ("outputs",)
+    __slots__ = ("outputs", "load")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[Output]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ...) -> None: ...
+    load: Load
+    def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("requests_queued", "max_queued_requests", "oldest_wait", "requests_running", "pages_total", "pages_available")
+    REQUESTS_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_WAIT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    requests_queued: int
+    max_queued_requests: int
+    oldest_wait: _duration_pb2.Duration
+    requests_running: int
+    pages_total: int
+    pages_available: int
+    def __init__(self, requests_queued: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., oldest_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., requests_running: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_available: _Optional[int] = ...) -> None: ...

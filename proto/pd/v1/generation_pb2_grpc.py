@@ -84,7 +84,8 @@ class GenerationServicer:
 
     def Generate(self, request, context):
         """One request: for people and direct clients. Cancelling the call aborts the room on both sides.
-        Errors: INVALID_ARGUMENT/PROMPT_EMPTY, PROMPT_TOO_LONG, INVALID_REQUEST; ALREADY_EXISTS/ROOM_IN_USE; ABORTED/ROOM_ABORTED; and whatever ends a transfer.
+        Errors: INVALID_ARGUMENT/PROMPT_EMPTY, PROMPT_TOO_LONG, INVALID_REQUEST; ALREADY_EXISTS/ROOM_IN_USE; ABORTED/ROOM_ABORTED; RESOURCE_EXHAUSTED/CAPACITY with a google.rpc.RetryInfo;
+        and whatever ends a transfer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

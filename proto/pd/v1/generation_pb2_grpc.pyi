@@ -41,7 +41,8 @@ class GenerationStub:
     """Token ids of a text or of a chat. Errors: INVALID_ARGUMENT/INVALID_REQUEST."""
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
     """One request: for people and direct clients. Cancelling the call aborts the room on both sides.
-    Errors: INVALID_ARGUMENT/PROMPT_EMPTY, PROMPT_TOO_LONG, INVALID_REQUEST; ALREADY_EXISTS/ROOM_IN_USE; ABORTED/ROOM_ABORTED; and whatever ends a transfer.
+    Errors: INVALID_ARGUMENT/PROMPT_EMPTY, PROMPT_TOO_LONG, INVALID_REQUEST; ALREADY_EXISTS/ROOM_IN_USE; ABORTED/ROOM_ABORTED; RESOURCE_EXHAUSTED/CAPACITY with a google.rpc.RetryInfo;
+    and whatever ends a transfer.
     """
     Submit: _grpc.UnaryUnaryMultiCallable[_generation_pb2.SubmitRequest, _generation_pb2.SubmitResponse]
     """One request: for routers. Answers when the request is accepted; the outputs come on the subscriber's StreamOutputs call. Errors: as Generate's."""
@@ -64,7 +65,8 @@ class GenerationAsyncStub(GenerationStub):
     """Token ids of a text or of a chat. Errors: INVALID_ARGUMENT/INVALID_REQUEST."""
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
     """One request: for people and direct clients. Cancelling the call aborts the room on both sides.
-    Errors: INVALID_ARGUMENT/PROMPT_EMPTY, PROMPT_TOO_LONG, INVALID_REQUEST; ALREADY_EXISTS/ROOM_IN_USE; ABORTED/ROOM_ABORTED; and whatever ends a transfer.
+    Errors: INVALID_ARGUMENT/PROMPT_EMPTY, PROMPT_TOO_LONG, INVALID_REQUEST; ALREADY_EXISTS/ROOM_IN_USE; ABORTED/ROOM_ABORTED; RESOURCE_EXHAUSTED/CAPACITY with a google.rpc.RetryInfo;
+    and whatever ends a transfer.
     """
     Submit: _aio.UnaryUnaryMultiCallable[_generation_pb2.SubmitRequest, _generation_pb2.SubmitResponse]  # type: ignore[assignment]
     """One request: for routers. Answers when the request is accepted; the outputs come on the subscriber's StreamOutputs call. Errors: as Generate's."""
@@ -102,7 +104,8 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
         """One request: for people and direct clients. Cancelling the call aborts the room on both sides.
-        Errors: INVALID_ARGUMENT/PROMPT_EMPTY, PROMPT_TOO_LONG, INVALID_REQUEST; ALREADY_EXISTS/ROOM_IN_USE; ABORTED/ROOM_ABORTED; and whatever ends a transfer.
+        Errors: INVALID_ARGUMENT/PROMPT_EMPTY, PROMPT_TOO_LONG, INVALID_REQUEST; ALREADY_EXISTS/ROOM_IN_USE; ABORTED/ROOM_ABORTED; RESOURCE_EXHAUSTED/CAPACITY with a google.rpc.RetryInfo;
+        and whatever ends a transfer.
         """
 
     @_abc_1.abstractmethod

@@ -28,15 +28,15 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from pd.v1 import types_pb2 as pd_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpd/v1/transfer_status.proto\x12\x05pd.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x11pd/v1/types.proto\"\x9f\x02\n\x15ReportTransferRequest\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12!\n\x08reporter\x18\x02 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\"\n\trecipient\x18\x03 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12#\n\x05state\x18\x05 \x01(\x0e\x32\x14.pd.v1.TransferState\x12\x13\n\x0b\x63hunks_done\x18\x06 \x01(\r\x12\x12\n\npages_done\x18\x07 \x01(\x04\x12\x12\n\nbytes_done\x18\x08 \x01(\x04\x12#\n\x07\x66\x61ilure\x18\t \x01(\x0b\x32\x12.google.rpc.Status\x12\x0e\n\x06ticket\x18\n \x01(\x0c\"b\n\x16ReportTransferResponse\x12#\n\x05state\x18\x01 \x01(\x0e\x32\x14.pd.v1.TransferState\x12#\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\",\n\x12GetTransferRequest\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\"8\n\x13GetTransferResponse\x12!\n\x08transfer\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Transfer\"\xac\x01\n\x14ListTransfersRequest\x12$\n\x06states\x18\x01 \x03(\x0e\x32\x14.pd.v1.TransferState\x12\x18\n\x10peer_instance_id\x18\x02 \x01(\t\x12-\n\nolder_than\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x12\n\npage_token\x18\x05 \x01(\t\"f\n\x15ListTransfersResponse\x12\"\n\ttransfers\x18\x01 \x03(\x0b\x32\x0f.pd.v1.Transfer\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"/\n\x15WatchTransfersRequest\x12\x16\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04\";\n\x16WatchTransfersResponse\x12!\n\x08transfer\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Transfer\"\x10\n\x0eGetPoolRequest\"\xc3\x01\n\x0fGetPoolResponse\x12\x13\n\x0bpages_total\x18\x01 \x01(\r\x12\x12\n\npages_free\x18\x02 \x01(\r\x12\x19\n\x11pages_quarantined\x18\x03 \x01(\r\x12\x13\n\x0bslots_total\x18\x04 \x01(\r\x12\x12\n\nslots_free\x18\x05 \x01(\r\x12\x19\n\x11slots_quarantined\x18\x06 \x01(\r\x12\x12\n\nlive_rooms\x18\x07 \x01(\r\x12\x14\n\x0cpages_cached\x18\x08 \x01(\r\"j\n\x10QuarantineWriter\x12!\n\x08instance\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\"\n\x07missing\x18\x03 \x03(\x0e\x32\x11.pd.v1.QuietProof\"\xd1\x01\n\x0fQuarantinedRoom\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12\x10\n\x08page_ids\x18\x02 \x03(\r\x12*\n\rmetadata_slot\x18\x03 \x01(\x0b\x32\x13.pd.v1.MetadataSlot\x12)\n\x05since\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\x07writers\x18\x05 \x03(\x0b\x32\x17.pd.v1.QuarantineWriter\x12\x13\n\x0b\x64\x65scription\x18\x06 \x01(\t\"\x17\n\x15ListQuarantineRequest\"?\n\x16ListQuarantineResponse\x12%\n\x05rooms\x18\x01 \x03(\x0b\x32\x16.pd.v1.QuarantinedRoom\"\x12\n\x10ListPeersRequest\"\x8e\x02\n\x04Peer\x12!\n\x08instance\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x19\n\x04role\x18\x02 \x01(\x0e\x32\x0b.pd.v1.Role\x12\x17\n\x0f\x63ontrol_address\x18\x03 \x01(\t\x12\x0f\n\x07\x63\x61rrier\x18\x04 \x01(\t\x12)\n\x05since\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63\x61nary_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\x0b\x63\x61nary_took\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nlive_rooms\x18\x08 \x01(\r\"/\n\x11ListPeersResponse\x12\x1a\n\x05peers\x18\x01 \x03(\x0b\x32\x0b.pd.v1.Peer*_\n\nQuietProof\x12\x1b\n\x17QUIET_PROOF_UNSPECIFIED\x10\x00\x12\x16\n\x12QUIET_PROOF_FENCED\x10\x01\x12\x1c\n\x18QUIET_PROOF_PROCESS_GONE\x10\x02\x32\x8b\x04\n\x0eTransferStatus\x12M\n\x0eReportTransfer\x12\x1c.pd.v1.ReportTransferRequest\x1a\x1d.pd.v1.ReportTransferResponse\x12\x44\n\x0bGetTransfer\x12\x19.pd.v1.GetTransferRequest\x1a\x1a.pd.v1.GetTransferResponse\x12J\n\rListTransfers\x12\x1b.pd.v1.ListTransfersRequest\x1a\x1c.pd.v1.ListTransfersResponse\x12O\n\x0eWatchTransfers\x12\x1c.pd.v1.WatchTransfersRequest\x1a\x1d.pd.v1.WatchTransfersResponse0\x01\x12\x38\n\x07GetPool\x12\x15.pd.v1.GetPoolRequest\x1a\x16.pd.v1.GetPoolResponse\x12M\n\x0eListQuarantine\x12\x1c.pd.v1.ListQuarantineRequest\x1a\x1d.pd.v1.ListQuarantineResponse\x12>\n\tListPeers\x12\x17.pd.v1.ListPeersRequest\x1a\x18.pd.v1.ListPeersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpd/v1/transfer_status.proto\x12\x05pd.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x11pd/v1/types.proto\"\x9f\x02\n\x15ReportTransferRequest\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12!\n\x08reporter\x18\x02 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\"\n\trecipient\x18\x03 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12#\n\x05state\x18\x05 \x01(\x0e\x32\x14.pd.v1.TransferState\x12\x13\n\x0b\x63hunks_done\x18\x06 \x01(\r\x12\x12\n\npages_done\x18\x07 \x01(\x04\x12\x12\n\nbytes_done\x18\x08 \x01(\x04\x12#\n\x07\x66\x61ilure\x18\t \x01(\x0b\x32\x12.google.rpc.Status\x12\x0e\n\x06ticket\x18\n \x01(\x0c\"b\n\x16ReportTransferResponse\x12#\n\x05state\x18\x01 \x01(\x0e\x32\x14.pd.v1.TransferState\x12#\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\",\n\x12GetTransferRequest\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\"8\n\x13GetTransferResponse\x12!\n\x08transfer\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Transfer\"\xac\x01\n\x14ListTransfersRequest\x12$\n\x06states\x18\x01 \x03(\x0e\x32\x14.pd.v1.TransferState\x12\x18\n\x10peer_instance_id\x18\x02 \x01(\t\x12-\n\nolder_than\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\x12\n\npage_token\x18\x05 \x01(\t\"f\n\x15ListTransfersResponse\x12\"\n\ttransfers\x18\x01 \x03(\x0b\x32\x0f.pd.v1.Transfer\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"/\n\x15WatchTransfersRequest\x12\x16\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04\";\n\x16WatchTransfersResponse\x12!\n\x08transfer\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Transfer\"\x10\n\x0eGetPoolRequest\"\x8f\x02\n\x0fGetPoolResponse\x12\x13\n\x0bpages_total\x18\x01 \x01(\r\x12\x12\n\npages_free\x18\x02 \x01(\r\x12\x19\n\x11pages_quarantined\x18\x03 \x01(\r\x12\x13\n\x0bslots_total\x18\x04 \x01(\r\x12\x12\n\nslots_free\x18\x05 \x01(\r\x12\x19\n\x11slots_quarantined\x18\x06 \x01(\r\x12\x12\n\nlive_rooms\x18\x07 \x01(\r\x12\x14\n\x0cpages_cached\x18\x08 \x01(\r\x12\x17\n\x0frequests_queued\x18\t \x01(\r\x12\x1a\n\x12requests_retracted\x18\n \x01(\r\x12\x15\n\rpages_on_host\x18\x0b \x01(\r\"j\n\x10QuarantineWriter\x12!\n\x08instance\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\"\n\x07missing\x18\x03 \x03(\x0e\x32\x11.pd.v1.QuietProof\"\xd1\x01\n\x0fQuarantinedRoom\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12\x10\n\x08page_ids\x18\x02 \x03(\r\x12*\n\rmetadata_slot\x18\x03 \x01(\x0b\x32\x13.pd.v1.MetadataSlot\x12)\n\x05since\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\x07writers\x18\x05 \x03(\x0b\x32\x17.pd.v1.QuarantineWriter\x12\x13\n\x0b\x64\x65scription\x18\x06 \x01(\t\"\x17\n\x15ListQuarantineRequest\"?\n\x16ListQuarantineResponse\x12%\n\x05rooms\x18\x01 \x03(\x0b\x32\x16.pd.v1.QuarantinedRoom\"\x12\n\x10ListPeersRequest\"\x8e\x02\n\x04Peer\x12!\n\x08instance\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x19\n\x04role\x18\x02 \x01(\x0e\x32\x0b.pd.v1.Role\x12\x17\n\x0f\x63ontrol_address\x18\x03 \x01(\t\x12\x0f\n\x07\x63\x61rrier\x18\x04 \x01(\t\x12)\n\x05since\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63\x61nary_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\x0b\x63\x61nary_took\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nlive_rooms\x18\x08 \x01(\r\"/\n\x11ListPeersResponse\x12\x1a\n\x05peers\x18\x01 \x03(\x0b\x32\x0b.pd.v1.Peer*_\n\nQuietProof\x12\x1b\n\x17QUIET_PROOF_UNSPECIFIED\x10\x00\x12\x16\n\x12QUIET_PROOF_FENCED\x10\x01\x12\x1c\n\x18QUIET_PROOF_PROCESS_GONE\x10\x02\x32\x8b\x04\n\x0eTransferStatus\x12M\n\x0eReportTransfer\x12\x1c.pd.v1.ReportTransferRequest\x1a\x1d.pd.v1.ReportTransferResponse\x12\x44\n\x0bGetTransfer\x12\x19.pd.v1.GetTransferRequest\x1a\x1a.pd.v1.GetTransferResponse\x12J\n\rListTransfers\x12\x1b.pd.v1.ListTransfersRequest\x1a\x1c.pd.v1.ListTransfersResponse\x12O\n\x0eWatchTransfers\x12\x1c.pd.v1.WatchTransfersRequest\x1a\x1d.pd.v1.WatchTransfersResponse0\x01\x12\x38\n\x07GetPool\x12\x15.pd.v1.GetPoolRequest\x1a\x16.pd.v1.GetPoolResponse\x12M\n\x0eListQuarantine\x12\x1c.pd.v1.ListQuarantineRequest\x1a\x1d.pd.v1.ListQuarantineResponse\x12>\n\tListPeers\x12\x17.pd.v1.ListPeersRequest\x1a\x18.pd.v1.ListPeersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pd.v1.transfer_status_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_QUIETPROOF']._serialized_start=1998
-  _globals['_QUIETPROOF']._serialized_end=2093
+  _globals['_QUIETPROOF']._serialized_start=2074
+  _globals['_QUIETPROOF']._serialized_end=2169
   _globals['_REPORTTRANSFERREQUEST']._serialized_start=148
   _globals['_REPORTTRANSFERREQUEST']._serialized_end=435
   _globals['_REPORTTRANSFERRESPONSE']._serialized_start=437
@@ -56,21 +56,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETPOOLREQUEST']._serialized_start=1030
   _globals['_GETPOOLREQUEST']._serialized_end=1046
   _globals['_GETPOOLRESPONSE']._serialized_start=1049
-  _globals['_GETPOOLRESPONSE']._serialized_end=1244
-  _globals['_QUARANTINEWRITER']._serialized_start=1246
-  _globals['_QUARANTINEWRITER']._serialized_end=1352
-  _globals['_QUARANTINEDROOM']._serialized_start=1355
-  _globals['_QUARANTINEDROOM']._serialized_end=1564
-  _globals['_LISTQUARANTINEREQUEST']._serialized_start=1566
-  _globals['_LISTQUARANTINEREQUEST']._serialized_end=1589
-  _globals['_LISTQUARANTINERESPONSE']._serialized_start=1591
-  _globals['_LISTQUARANTINERESPONSE']._serialized_end=1654
-  _globals['_LISTPEERSREQUEST']._serialized_start=1656
-  _globals['_LISTPEERSREQUEST']._serialized_end=1674
-  _globals['_PEER']._serialized_start=1677
-  _globals['_PEER']._serialized_end=1947
-  _globals['_LISTPEERSRESPONSE']._serialized_start=1949
-  _globals['_LISTPEERSRESPONSE']._serialized_end=1996
-  _globals['_TRANSFERSTATUS']._serialized_start=2096
-  _globals['_TRANSFERSTATUS']._serialized_end=2619
+  _globals['_GETPOOLRESPONSE']._serialized_end=1320
+  _globals['_QUARANTINEWRITER']._serialized_start=1322
+  _globals['_QUARANTINEWRITER']._serialized_end=1428
+  _globals['_QUARANTINEDROOM']._serialized_start=1431
+  _globals['_QUARANTINEDROOM']._serialized_end=1640
+  _globals['_LISTQUARANTINEREQUEST']._serialized_start=1642
+  _globals['_LISTQUARANTINEREQUEST']._serialized_end=1665
+  _globals['_LISTQUARANTINERESPONSE']._serialized_start=1667
+  _globals['_LISTQUARANTINERESPONSE']._serialized_end=1730
+  _globals['_LISTPEERSREQUEST']._serialized_start=1732
+  _globals['_LISTPEERSREQUEST']._serialized_end=1750
+  _globals['_PEER']._serialized_start=1753
+  _globals['_PEER']._serialized_end=2023
+  _globals['_LISTPEERSRESPONSE']._serialized_start=2025
+  _globals['_LISTPEERSRESPONSE']._serialized_end=2072
+  _globals['_TRANSFERSTATUS']._serialized_start=2172
+  _globals['_TRANSFERSTATUS']._serialized_end=2695
 # @@protoc_insertion_point(module_scope)

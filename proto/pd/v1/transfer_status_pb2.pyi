@@ -107,7 +107,7 @@ class GetPoolRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetPoolResponse(_message.Message):
-    __slots__ = ("pages_total", "pages_free", "pages_quarantined", "slots_total", "slots_free", "slots_quarantined", "live_rooms", "pages_cached")
+    __slots__ = ("pages_total", "pages_free", "pages_quarantined", "slots_total", "slots_free", "slots_quarantined", "live_rooms", "pages_cached", "requests_queued", "requests_retracted", "pages_on_host")
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGES_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,9 @@ class GetPoolResponse(_message.Message):
     SLOTS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     LIVE_ROOMS_FIELD_NUMBER: _ClassVar[int]
     PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_RETRACTED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_ON_HOST_FIELD_NUMBER: _ClassVar[int]
     pages_total: int
     pages_free: int
     pages_quarantined: int
@@ -124,7 +127,10 @@ class GetPoolResponse(_message.Message):
     slots_quarantined: int
     live_rooms: int
     pages_cached: int
-    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., slots_total: _Optional[int] = ..., slots_free: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., live_rooms: _Optional[int] = ..., pages_cached: _Optional[int] = ...) -> None: ...
+    requests_queued: int
+    requests_retracted: int
+    pages_on_host: int
+    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., slots_total: _Optional[int] = ..., slots_free: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., live_rooms: _Optional[int] = ..., pages_cached: _Optional[int] = ..., requests_queued: _Optional[int] = ..., requests_retracted: _Optional[int] = ..., pages_on_host: _Optional[int] = ...) -> None: ...
 
 class QuarantineWriter(_message.Message):
     __slots__ = ("instance", "address", "missing")
