@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +64,7 @@ class Batch:
         for item in self.items:
             _check(item)
         sizes = [item.end - item.start for item in self.items]
-        firsts = [0, *np.cumsum(sizes).tolist()]
+        firsts = list(accumulate(sizes, initial=0))
         self.rows: tuple[Rows, ...] = tuple(
             Rows(first, item.start, item.end, np.array(item.sequence.pages, dtype=np.int64))
             for item, first in zip(self.items, firsts, strict=False)
@@ -74,7 +75,8 @@ class Batch:
             dtype=np.int64,
             count=self.num_tokens,
         )
-        self.positions: Int64s = np.concatenate([np.arange(item.start, item.end) for item in self.items])
+        shifts = [item.start - first for item, first in zip(self.items, firsts, strict=False)]
+        self.positions: Int64s = np.repeat(np.array(shifts, dtype=np.int64), sizes) + np.arange(self.num_tokens)
         sampling = [index for index, item in enumerate(self.items) if item.samples]
         self.logits_rows: Int64s = np.array([firsts[index + 1] - 1 for index in sampling], dtype=np.int64)
         self.draws: tuple[Draw, ...] = tuple(_draw(self.items[index]) for index in sampling)

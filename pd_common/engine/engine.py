@@ -62,11 +62,12 @@ class Engine:
         dtype: str = "auto",
         device: str = "auto",
         threads: int | None = None,
+        context_length: int | None = None,
     ) -> Engine:
         """Loads a Hugging Face model directory; blocks until the model is ready to step.
 
-        `dtype` and `device` are as `ModelRunner` takes them. `threads` is how many CPU threads a step may use in this
-        process (None: torch's own choice).
+        `dtype`, `device` and `context_length` are as `ModelRunner` takes them. `threads` is how many CPU threads a step
+        may use in this process (None: torch's own choice).
 
         Raises:
             InvalidRequest: the directory or an option cannot be served; the message says what to do.
@@ -79,7 +80,8 @@ class Engine:
             torch.set_num_threads(threads)
         thread = CallThread("engine")
         try:
-            runner = thread.submit(lambda: ModelRunner(directory, page_size, num_pages, dtype, device)).result()
+            load = partial(ModelRunner, directory, page_size, num_pages, dtype, device, context_length)
+            runner = thread.submit(load).result()
             tokenizer = Tokenizer(directory) if has_tokenizer(directory) else None
         except BaseException:
             thread.stop()
@@ -120,6 +122,14 @@ class Engine:
     async def zero_pages(self, pages: Sequence[int]) -> None:
         """Makes pages zeros again: no earlier owner's KV is left in them. Cannot be interrupted, as `step`."""
         await self._thread.run(partial(self.pool.zero, pages))
+
+    async def save_pages(self, pages: Sequence[int]) -> torch.Tensor:
+        """A copy of pages in host memory, one row each. Cannot be interrupted, as `step`."""
+        return await self._thread.run(partial(self.pool.save, pages))
+
+    async def load_pages(self, copy: torch.Tensor, pages: Sequence[int]) -> None:
+        """Writes rows that `save_pages` gave into these pages, one each. Cannot be interrupted, as `step`."""
+        await self._thread.run(partial(self.pool.load, copy, pages))
 
     def validate(self, request: GenerationRequest) -> None:
         """Raises as `validate_request` does, against this engine's limits."""

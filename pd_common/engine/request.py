@@ -36,7 +36,8 @@ class Limits:
 class Sequence:
     """The prompt and the answer so far; the KV of tokens `[0, computed)` is in `pages`, in order.
 
-    `pages` may be longer than what is computed needs. Owned by the event loop; a running step holds copies.
+    `pages` may be longer than what is computed needs. `turn` is its place among others, which it keeps when it loses
+    its pages; None before it has one. Owned by the event loop; a running step holds copies.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -46,6 +47,7 @@ class Sequence:
         self.output: list[int] = []
         self.pages: list[int] = []
         self.computed = 0
+        self.turn: int | None = None
 
     @property
     def num_tokens(self) -> int:

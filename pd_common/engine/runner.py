@@ -27,10 +27,17 @@ class ModelRunner:
     """A transformers model, unchanged but for its attention function, and the pool that function reads and writes."""
 
     def __init__(
-        self, directory: Path, page_size: int, num_pages: int, dtype: str = "auto", device: str = "auto"
+        self,
+        directory: Path,
+        page_size: int,
+        num_pages: int,
+        dtype: str = "auto",
+        device: str = "auto",
+        context_length: int | None = None,
     ) -> None:
         """`device` "auto" is CUDA where there is one, else the CPU. `dtype` "auto" is the configuration's own, but on
-        a CPU without AMX bfloat16, where everything is float32 because half precision would be slower.
+        a CPU without AMX bfloat16, where everything is float32 because half precision would be slower. `context_length`
+        is the most tokens of prompt and answer together; None: what the model was made for.
 
         Raises:
             InvalidRequest: the directory, the model or an option cannot be served; the message says what to do.
@@ -40,16 +47,12 @@ class ModelRunner:
         self.device = _device(device)
         self.dtype = _dtype(dtype, config, self.device)
         self.text_config = config.get_text_config()
+        self.context_length = _context_length(self.text_config, context_length, page_size * num_pages)
         self._model: Any = _load(directory, self.dtype, self.device)
         layers = self._probe_layers()
         self._check_layers(layers)
         self.pool = KVPool(layers, page_size, num_pages, self.dtype, self.device)
         self._digest = model_digest(directory)
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens that the model was made for."""
-        return int(self.text_config.max_position_embeddings)
 
     @property
     def vocab_size(self) -> int:
@@ -138,6 +141,19 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
             missing=len(missing),
         )
     return model.eval().to(device)
+
+
+def _context_length(config: Any, asked: int | None, pool_tokens: int) -> int:
+    """What was asked for, of a model and a pool that can take it."""
+    own = int(config.max_position_embeddings)
+    if asked is None:
+        return own
+    for room, whose in (own, "the model was made for"), (pool_tokens, "--kv-cache-tokens has room for"):
+        if asked > room:
+            raise InvalidRequest(
+                f"--context-length is {asked} tokens, but {whose} {room}", context_length=asked, limit=room
+            )
+    return asked
 
 
 def _device(name: str) -> torch.device:

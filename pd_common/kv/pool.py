@@ -6,15 +6,22 @@ Knows tensors and addresses, but not which request a page belongs to.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from pd_common.errors import InternalError
+from pd_common.errors import InternalError, InvalidRequest
 from pd_common.types import BufferKind, BufferSpec
+
+_BLOCK_BYTES = 16 << 20
+"""Pages on their way to or from host memory are gathered in blocks of this size: a device has no room for all twice."""
+
+_MADV_POPULATE_WRITE = 23
+"""From linux/mman.h; the mmap module has no name for it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class KVPool:
     """Page `p` is `kv_item_lens[0]` bytes at `data_ptrs[0] + p * kv_item_lens[0]` for as long as the pool lives.
 
     Within a page the layers follow each other, each with its keys and then its values, `[page_size, kv_heads, dim]`.
-    Pages start as zeros that cost no memory until they are touched. Every number in a page that attention may read is
+    Pages start as zeros, and all of them are there from the start. Every number in a page that attention may read is
     finite: it was zero, written by the model, or copied from such a page.
     """
 
@@ -105,6 +112,34 @@ class KVPool:
         if self._backing.is_cuda:
             torch.cuda.synchronize(self._backing.device)
 
+    def save(self, pages: Sequence[int]) -> torch.Tensor:
+        """A copy of these pages in host memory, one row each, in order."""
+        stored = self._rows()
+        copy = torch.empty((len(pages), self._page_numel), dtype=self.dtype)
+        for rows, index in self._blocks(pages):
+            copy[rows] = stored.index_select(0, index)
+        return copy
+
+    def load(self, copy: torch.Tensor, pages: Sequence[int]) -> None:
+        """Writes rows that `save` gave into these pages, one each; returns when they are there."""
+        stored = self._rows()
+        for rows, index in self._blocks(pages):
+            stored.index_copy_(0, index, copy[rows].to(stored.device))
+        if stored.is_cuda:
+            torch.cuda.synchronize(stored.device)
+
+    def _rows(self) -> torch.Tensor:
+        """All pages, `[num_pages, numbers of a page]`."""
+        return self._backing.view(self.dtype).view(self.num_pages, self._page_numel)
+
+    def _blocks(self, pages: Sequence[int]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Some of the pages at a time: where they stand among all of them, and their ids."""
+        index = torch.tensor(pages, dtype=torch.int64, device=self._backing.device)
+        count = max(_BLOCK_BYTES // self.kv_item_lens[0], 1)
+        for start in range(0, len(pages), count):
+            rows = slice(start, start + count)
+            yield rows, index[rows]
+
     def _view(self, start: int, kv_heads: int, dim: int) -> torch.Tensor:
         """Pages of what begins `start` numbers into each page."""
         shape = (self.num_pages, self.page_size, kv_heads, dim)
@@ -113,12 +148,32 @@ class KVPool:
 
 
 def _zeros(length: int, device: torch.device) -> torch.Tensor:
-    """`length` zero bytes from an OS page border on. On the host they are mapped, not touched: no memory until used."""
+    """`length` zero bytes from an OS page border on.
+
+    Raises:
+        InvalidRequest: the host has less memory than that.
+
+    """
     if device.type == "cpu":
         mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages is only slower
             # One process writes another's memory twice as fast through huge pages (CMA: 14 instead of 7 GB/s).
             mapping.madvise(mmap.MADV_HUGEPAGE)
+        _populate(mapping)
         return torch.frombuffer(mapping, dtype=torch.uint8)
     raw = torch.zeros(length + mmap.PAGESIZE, dtype=torch.uint8, device=device)
     return raw.narrow(0, -raw.data_ptr() % mmap.PAGESIZE, length)
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    """Takes the memory now: a write into pages that the kernel has still to find takes five times as long."""
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise InvalidRequest(
+                f"the KV pool needs {len(mapping) / 2**30:.1f} GiB, more than this host has; give a smaller "
+                "--kv-cache-tokens",
+                field="kv_cache_tokens",
+            ) from error
+        # A kernel that does not know how (before 5.14) gives the pages when they are first used.

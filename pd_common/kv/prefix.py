@@ -5,10 +5,9 @@ Knows tokens and page ids, neither tensors nor requests. Not thread-safe: the ev
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from pd_common.errors import InternalError
 from pd_common.kv.pages import PageAllocator
@@ -55,21 +54,31 @@ class PrefixCache:
         self._idle: OrderedDict[_Node, None] = OrderedDict()
 
     @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return self._pages.num_pages
+
+    @property
     def num_idle(self) -> int:
         """Pages in the tree that nobody uses."""
         return len(self._idle)
 
+    @property
+    def num_available(self) -> int:
+        """Pages that `alloc` could take."""
+        return self._pages.num_free + len(self._idle)
+
+    def match(self, tokens: Sequence[int], salt: bytes) -> tuple[int, int]:
+        """Pages that `lock` would give, and how many of them are idle; changes nothing."""
+        found = [node.users for node in self._found(tokens, salt)]
+        return len(found), found.count(0)
+
     def lock(self, tokens: Sequence[int], salt: bytes) -> Prefix:
         """The longest prefix of `tokens` that is cached under this salt, in whole pages; often of no page at all."""
-        node, pages = self._root, []
-        for key in self._keys(tokens, salt):
-            child = node.children.get(key)
-            if child is None:
-                break
-            self._use(child)
-            pages.append(child.page)
-            node = child
-        return Prefix(tuple(pages), node, salt)
+        found = list(self._found(tokens, salt))
+        for node in found:
+            self._use(node)
+        return Prefix(tuple(node.page for node in found), found[-1] if found else self._root, salt)
 
     def alloc(self, count: int) -> PageIndices | None:
         """Takes `count` pages, and gives up idle ones when too few are free.
@@ -82,6 +91,21 @@ class PrefixCache:
         self._pages.free([self._give_up() for _ in range(short)])
         return self._pages.alloc(count)
 
+    def share(self, prefix: Prefix, tokens: Sequence[int], pages: Sequence[int]) -> Prefix:
+        """Lets others find what `pages`, which follow the prefix, hold of `tokens` by now; gives the prefix with them.
+
+        `tokens` begin with those of the prefix, whose place the new one takes. A page stays its owner's alone if the
+        tree has another one for the same tokens, and so do those after it.
+        """
+        node, shared = prefix.last, list(prefix.pages)
+        for key, page in zip(self._kept_keys(prefix, tokens), pages, strict=False):
+            if key in node.children:
+                break
+            child = node.children[key] = _Node(key, page, node, users=1)
+            shared.append(page)
+            node = child
+        return Prefix(tuple(shared), node, prefix.salt)
+
     def release(self, prefix: Prefix, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Takes back a prefix and the `pages` that followed it, which held `tokens` as far as these go.
 
@@ -89,8 +113,7 @@ class PrefixCache:
         other pages are freed.
         """
         node, own, surplus = prefix.last, iter(pages), []
-        keys = self._keys(tokens, prefix.salt) if self._keeps else iter(())
-        for key, page in zip(islice(keys, len(prefix.pages), None), own, strict=False):
+        for key, page in zip(self._kept_keys(prefix, tokens), own, strict=False):
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = _Node(key, page, node)
@@ -101,10 +124,22 @@ class PrefixCache:
         self._pages.free([*surplus, *own])
         self._unuse(node)
 
-    def check_integrity(self) -> None:
-        """Raises InternalError when a page is in the tree and free, in it twice, or wrongly locked or idle."""
+    def free(self, pages: Sequence[int]) -> None:
+        """Takes back pages that hold nothing of use."""
+        self._pages.free(pages)
+
+    def check_integrity(self, owned: Iterable[int] | None = None, held: Iterable[Prefix] | None = None) -> None:
+        """Raises InternalError when a page is in the tree and free, in it twice, or wrongly locked or idle.
+
+        With `owned`, the pages that are someone's own, also when there is a page that nobody has, or two have; with
+        `held`, all prefixes that were not released, also when a page is locked by nobody, or used without a lock.
+        """
         self._pages.check_integrity()
         nodes = [node for node in self._nodes() if node is not self._root]
+        if owned is not None:
+            self._check_owners([*owned, *(node.page for node in nodes)])
+        if held is not None:
+            _check_locks(nodes, held)
         in_tree = [node.page for node in nodes]
         place = {node: number for number, node in enumerate(self._idle)}
         if len(set(in_tree)) != len(in_tree) or not self._pages.are_used(in_tree):
@@ -117,10 +152,29 @@ class PrefixCache:
             if node.users < below or late:
                 raise InternalError(f"page {node.page} could be given up before its continuation", page=node.page)
 
-    def _keys(self, tokens: Sequence[int], salt: bytes) -> Iterator[_Key]:
+    def _check_owners(self, had: list[int]) -> None:
+        used = self._pages.num_pages - self._pages.num_free
+        if len(set(had)) != len(had) or len(had) != used or not self._pages.are_used(had):
+            raise InternalError(f"{used} pages are used, {len(had)} have an owner", used=used, owned=len(had))
+
+    def _found(self, tokens: Sequence[int], salt: bytes) -> Iterator[_Node]:
+        """The nodes of the longest cached prefix, from the first page on."""
+        node = self._root
+        for key in self._keys(tokens, salt):
+            child = node.children.get(key)
+            if child is None:
+                return
+            node = child
+            yield node
+
+    def _kept_keys(self, prefix: Prefix, tokens: Sequence[int]) -> Iterator[_Key]:
+        """Of the pages after the prefix those that may come into the tree."""
+        return self._keys(tokens, prefix.salt, len(prefix.pages)) if self._keeps else iter(())
+
+    def _keys(self, tokens: Sequence[int], salt: bytes, first_page: int = 0) -> Iterator[_Key]:
         """One for each page that the tokens fill."""
         size = self._page_size
-        for start in range(0, len(tokens) - size + 1, size):
+        for start in range(first_page * size, len(tokens) - size + 1, size):
             yield salt, tuple(tokens[start : start + size])
 
     def _use(self, node: _Node) -> None:
@@ -149,3 +203,17 @@ class PrefixCache:
             node = found.pop()
             yield node
             found.extend(node.children.values())
+
+
+def _check_locks(nodes: Iterable[_Node], held: Iterable[Prefix]) -> None:
+    """Every lock holds its own last page and all before it."""
+    users = Counter[_Node]()
+    for prefix in held:
+        node = prefix.last
+        while node.parent is not None:
+            users[node] += 1
+            node = node.parent
+    for node in nodes:
+        if node.users != users[node]:
+            message = f"page {node.page} counts {node.users} users and has {users[node]}"
+            raise InternalError(message, page=node.page, counted=node.users, users=users[node])

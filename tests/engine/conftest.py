@@ -44,7 +44,13 @@ def oracle() -> Callable[[str], Oracle]:
     return load
 
 
-def load_directory(directory: Path, page_size: int = 16, num_pages: int = 80, dtype: str = "float32") -> Engine:
+def load_directory(
+    directory: Path,
+    page_size: int = 16,
+    num_pages: int = 80,
+    dtype: str = "float32",
+    context_length: int | None = None,
+) -> Engine:
     return Engine.load(
         directory,
         page_size=page_size,
@@ -54,4 +60,5 @@ def load_directory(directory: Path, page_size: int = 16, num_pages: int = 80, dt
         dtype=dtype,
         device="cpu",
         threads=1,
+        context_length=context_length,
     )

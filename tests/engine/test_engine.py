@@ -9,10 +9,11 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from pd_common.engine.batch import Batch, BatchItem
 from pd_common.engine.request import Sequence
-from pd_common.errors import InternalError, InvalidRequest
+from pd_common.errors import InternalError, InvalidRequest, PromptTooLong
 from pd_common.generation import ChatMessage, ModelInfo
 from pd_common.types import BufferKind, BufferSpec
 from tests.engine.conftest import LoadEngine, load_directory
@@ -36,6 +37,42 @@ async def test_a_small_pool_limits_requests() -> None:
     engine = load_directory(tiny_model(), page_size=16, num_pages=3)
     assert engine.model_info.max_request_tokens == 48
     await engine.close()
+
+
+async def test_the_context_can_be_made_shorter() -> None:
+    engine = load_directory(tiny_model(), page_size=16, num_pages=4, context_length=64)
+    assert (engine.model_info.context_length, engine.model_info.max_request_tokens) == (64, 64)
+    engine.validate(make_request([1] * 60, 4))
+    with pytest.raises(PromptTooLong, match="context has room for 64"):
+        engine.validate(make_request([1] * 60, 5))
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "context_length", "why"),
+    [
+        (80, CONTEXT_LENGTH + 1, "--context-length is 513 tokens, but the model was made for 512"),
+        (4, 65, "--context-length is 65 tokens, but --kv-cache-tokens has room for 64"),
+    ],
+)
+def test_a_context_that_model_or_pool_cannot_take_is_refused(num_pages: int, context_length: int, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        load_directory(tiny_model(), page_size=16, num_pages=num_pages, context_length=context_length)
+
+
+async def test_pages_travel_through_host_memory(load_engine: LoadEngine) -> None:
+    engine = load_engine()
+    size = engine.pool.kv_item_lens[0]
+    for layer in engine.pool.layers:
+        rows = engine.pool.layer(layer.layer_id).key
+        rows.copy_(torch.randn(rows.shape))
+    before = b"".join(bytes(engine.pool.read_pages(page, 1)) for page in (5, 3))
+    copy = await engine.save_pages((5, 3))
+    await engine.zero_pages((3, 5))
+    await engine.load_pages(copy, (3, 6))
+    assert bytes(engine.pool.read_pages(3, 1)) == before[:size]
+    assert bytes(engine.pool.read_pages(6, 1)) == before[size:]
+    assert not any(engine.pool.read_pages(5, 1))
 
 
 def test_layout_describes_the_pool(load_engine: LoadEngine) -> None:

@@ -11,7 +11,7 @@ import pytest
 from pd_common.engine.engine import Engine
 from pd_common.engine.request import Sequence as Running
 from pd_common.kv.prefix import PrefixCache
-from services.prefill.scheduler import Job as Prefilled
+from services.prefill.job import Job as Prefilled
 from services.prefill.scheduler import PrefillScheduler
 from tests.engine.conftest import LoadEngine
 from tests.engine.loop import admit, make_request, move_pages, random_prompt, release, run
@@ -20,6 +20,7 @@ from tests.tiny_models import FAMILIES, OTHER_SEAMS, VOCAB_SIZE, WINDOW
 
 LoadOracle = Callable[[str], Oracle]
 PAGE_SIZES = (1, 16)
+CHUNK = 23
 COMMON = 70
 """Tokens that the prompts begin with: several windows, and no whole number of pages of 16."""
 
@@ -27,19 +28,19 @@ COMMON = 70
 class Pair:
     """A prefill whose cache is that of one test, and a decode engine that the pages are moved to."""
 
-    def __init__(self, prefill: Engine, decode: Engine) -> None:
+    def __init__(self, prefill: Engine, decode: Engine, max_running: int = 8) -> None:
         self.prefill, self.decode = prefill, decode
         self.prefixes = PrefixCache(prefill.pages, prefill.pool.page_size)
-        self.scheduler = PrefillScheduler(prefill, self.prefixes, chunk_tokens=23, max_running=8)
+        self.scheduler = PrefillScheduler(prefill, self.prefixes, CHUNK, max_running, audited=True)
         self.cached: list[int] = []
         """Of each prompt, in the order in which they were answered."""
 
     async def answers(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """All at once."""
         jobs = [self.scheduler.enqueue(Running(make_request(prompt))) for prompt in prompts]
-        return [await self._answer(job) for job in jobs]
+        return [await self.answer(job) for job in jobs]
 
-    async def _answer(self, job: Prefilled) -> list[int]:
+    async def answer(self, job: Prefilled) -> list[int]:
         while (chunk := await job.next_chunk()).sampled is None:
             pass
         self.cached.append(job.cached_tokens)
@@ -132,3 +133,23 @@ async def test_prompts_that_push_each_other_out_are_answered_alike(load_engine: 
             batch = order[start : start + 5]
             assert await pair.answers(batch) == [oracle("mistral").tokens(prompt) for prompt in batch]
         assert max(pair.cached) > 0
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_SEAMS])
+async def test_a_prompt_that_is_rolled_back_at_every_chunk_is_answered_alike(
+    family: str, page_size: int, load_engine: LoadEngine, oracle: LoadOracle
+) -> None:
+    """Computed before anybody wants it, one chunk at a time: a promised prompt takes its only place after each."""
+    prompt = random_prompt(120, seed=13, vocab_size=VOCAB_SIZE)
+    engines = load_engine(family, page_size, 0), load_engine(family, page_size, 1)
+    async with running(Pair(*engines, max_running=1)) as pair:
+        rollbacks = -(-len(prompt) // CHUNK) + 1
+        job = pair.scheduler.expect(Running(make_request(prompt)), rollbacks + 1)
+        for number in range(rollbacks):
+            await job.turn.wait()
+            other = random_prompt(5 + number, seed=14, vocab_size=VOCAB_SIZE)
+            assert await pair.answers([other]) == [oracle(family).tokens(other)]
+        assert job.attempts_left == 1
+        pair.scheduler.promise(job)
+        assert await pair.answer(job) == oracle(family).tokens(prompt)

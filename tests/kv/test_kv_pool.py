@@ -96,3 +96,37 @@ def test_pages_are_read_as_the_bytes_that_lie_there() -> None:
     read = pool.read_pages(1, 3)
     assert (read.nbytes, read.format) == (3 * item_len, "B")
     assert bytes(read) == ctypes.string_at(base + item_len, 3 * item_len)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_pages_come_back_elsewhere_and_in_another_pool(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, in blocks of two pages; the pages beside them stay as they are."""
+    source, target = (KVPool(UNEVEN, page_size=4, num_pages=9, dtype=dtype, device=CPU) for _ in range(2))
+    monkeypatch.setattr("pd_common.kv.pool._BLOCK_BYTES", 2 * source.kv_item_lens[0])
+    for layer in UNEVEN:
+        for part in parts(source, layer):
+            part.copy_(torch.randn(part.shape))
+    before = bytes(source.read_pages(0, 9))
+
+    saved, places = (5, 1, 8, 0, 3), (2, 7, 3, 4, 8)
+    copy = source.save(saved)
+    for layer in UNEVEN:
+        for part in parts(source, layer):
+            part.fill_(7)
+    target.load(copy, places)
+
+    size = source.kv_item_lens[0]
+    for page in range(9):
+        expected = bytes(size)
+        if page in places:
+            first = saved[places.index(page)] * size
+            expected = before[first : first + size]
+        assert bytes(target.read_pages(page, 1)) == expected
+
+
+def test_no_page_at_all_can_be_saved() -> None:
+    pool = KVPool(UNEVEN, page_size=4, num_pages=2, dtype=torch.float32, device=CPU)
+    pool.load(pool.save(()), ())
+    assert not any(pool.read_pages(0, 2))

@@ -52,12 +52,14 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), max_size=9).map(tuple), salt=st.sampled_from([b"", b"tenant"]))
     def begin(self, tokens: tuple[int, ...], salt: bytes) -> None:
-        prefix = self.cache.lock(tokens, salt)
         expected = []
         for path in paths(tokens, salt):
             if path not in self.cached:
                 break
             expected.append(self.cached[path])
+        idle = {self.cached[path] for path in self.idle()}
+        assert self.cache.match(tokens, salt) == (len(expected), len(idle.intersection(expected)))
+        prefix = self.cache.lock(tokens, salt)
         assert prefix.pages == tuple(expected)
         self.holders.append(Holder(tokens, salt, prefix, ()))
         self.take_the_rest(self.holders[-1])
@@ -81,6 +83,22 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        known = len(holder.prefix.pages)
+        computed = data.draw(st.integers(known * PAGE_SIZE, len(holder.tokens)))
+        prefix = self.cache.share(holder.prefix, holder.tokens[:computed], holder.own)
+        fresh = 0
+        for path, page in list(zip(paths(holder.tokens[:computed], holder.salt)[known:], holder.own, strict=False)):
+            if path in self.cached:
+                break
+            self.cached[path] = page
+            fresh += 1
+        assert prefix.pages == (*holder.prefix.pages, *holder.own[:fresh])
+        holder.prefix, holder.own = prefix, holder.own[fresh:]
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         known = len(holder.prefix.pages) * PAGE_SIZE
@@ -97,9 +115,10 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_are_whole(self) -> None:
-        self.cache.check_integrity()
         own = [page for holder in self.holders for page in holder.own]
+        self.cache.check_integrity(own, [holder.prefix for holder in self.holders])
         assert self.cache.num_idle == len(self.idle())
+        assert self.cache.num_available == self.pages.num_free + len(self.idle())
         assert self.pages.num_free + len(self.cached) + len(own) == NUM_PAGES
         assert self.locked() <= set(self.cached.values())
         assert len({*self.cached.values(), *own}) == len(self.cached) + len(own)
@@ -198,10 +217,51 @@ def test_only_what_was_computed_is_kept(cache: PrefixCache, pages: PageAllocator
     assert cached_tokens(cache, (1, 2, 3, 4)) == 2
 
 
+def test_what_is_shared_is_found_while_its_owner_has_it(cache: PrefixCache, pages: PageAllocator) -> None:
+    tokens = (1, 2, 3, 4, 5, 6, 7)
+    prefix, own = cache.lock(tokens, SALT), pages.alloc(4)
+    assert own is not None
+    prefix = cache.share(prefix, tokens[:5], own)
+    assert prefix.pages == own[:2]
+    assert cache.match(tokens, SALT) == (2, 0)
+    assert cache.match(tokens, b"another") == (0, 0)
+    prefix = cache.share(prefix, tokens, own[2:])
+    other = cache.lock(tokens, SALT)
+    assert other.pages == prefix.pages == own[:3]
+    cache.release(prefix, tokens, own[3:])
+    assert (cache.match(tokens, SALT), pages.num_free) == ((3, 0), NUM_PAGES - 3)
+    cache.release(other, (), ())
+    assert cache.match(tokens, SALT) == (3, 3)
+    cache.check_integrity((), ())
+
+
+def test_of_two_that_share_the_same_the_second_keeps_its_own_pages(cache: PrefixCache, pages: PageAllocator) -> None:
+    """It reads them, in steps that are under way too."""
+    tokens = (1, 2, 3, 4, 5, 6)
+    first, second = cache.lock(tokens, SALT), cache.lock(tokens, SALT)
+    first_own, second_own = pages.alloc(2), pages.alloc(3)
+    assert first_own is not None
+    assert second_own is not None
+    first = cache.share(first, tokens[:4], first_own)
+    second = cache.share(second, tokens, second_own)
+    assert second.pages == ()
+    cache.check_integrity(second_own, [first, second])
+    cache.release(second, tokens, second_own)
+    assert cache.match(tokens, SALT) == (3, 1)
+    assert pages.num_free == NUM_PAGES - 3
+    cache.check_integrity((), [first])
+
+
 def test_a_cache_that_keeps_nothing(pages: PageAllocator) -> None:
     cache = PrefixCache(pages, PAGE_SIZE, keeps=False)
     put(cache, (1, 2, 3, 4))
     assert (pages.num_free, cache.num_idle) == (NUM_PAGES, 0)
+    own = pages.alloc(2)
+    assert own is not None
+    prefix = cache.share(cache.lock((1, 2, 3, 4), SALT), (1, 2, 3, 4), own)
+    assert (prefix.pages, cache.match((1, 2, 3, 4), SALT)) == ((), (0, 0))
+    cache.release(prefix, (1, 2, 3, 4), own)
+    assert pages.num_free == NUM_PAGES
 
 
 @pytest.mark.parametrize("damage", ["free as well", "idle and used", "used and idle", "order"])
@@ -218,3 +278,22 @@ def test_integrity_check_finds(damage: str, cache: PrefixCache, pages: PageAlloc
         cache._idle.move_to_end(last)
     with pytest.raises(InternalError):
         cache.check_integrity()
+
+
+def test_integrity_check_finds_a_page_that_nobody_or_two_have(cache: PrefixCache, pages: PageAllocator) -> None:
+    put(cache, (1, 2))
+    own = pages.alloc(2)
+    assert own is not None
+    cache.check_integrity(own)
+    for wrong in (own[:1], (*own, own[0]), (*own, 0), ()):
+        with pytest.raises(InternalError, match="have an owner"):
+            cache.check_integrity(wrong)
+
+
+def test_integrity_check_finds_a_lock_that_nobody_has_or_that_was_lost(cache: PrefixCache) -> None:
+    put(cache, (1, 2, 3, 4))
+    long, short = cache.lock((1, 2, 3, 4), SALT), cache.lock((1, 2), SALT)
+    cache.check_integrity((), [short, long])
+    for wrong in ([long], [short], [long, long], [long, short, short], []):
+        with pytest.raises(InternalError, match="users"):
+            cache.check_integrity((), wrong)
