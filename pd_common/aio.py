@@ -90,11 +90,16 @@ class RoomTask:
 
     def stop(self, error: PdError) -> None:
         """Ends the work with this error. Does nothing when it has ended or is being stopped already."""
-        if self._concluding or self._reason is not None:
+        if self.is_ending:
             return
         self._reason = error
         # Not now: a task that is cancelled before its first step never runs at all, and would never conclude.
         asyncio.get_running_loop().call_soon(self._cancel)
+
+    @property
+    def is_ending(self) -> bool:
+        """It is being stopped or has been, or its work is over."""
+        return self._concluding or self._reason is not None
 
     async def ended(self) -> None:
         """Returns when the room has concluded; cancelling the caller changes nothing here."""

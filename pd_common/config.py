@@ -46,7 +46,7 @@ class ModelConfig:
     threads: int | None
     page_size: int
     kv_cache_tokens: int
-    max_running_requests: int
+    context_length: int | None
 
     @property
     def num_pages(self) -> int:
@@ -179,7 +179,7 @@ ADDRESS = _Address()
 
 def model_options(command: _F) -> _F:
     """--model and what goes with it."""
-    return _apply(
+    return apply_options(
         command,
         click.option(
             "--model", "--model-path", "model", required=True, type=click.Path(path_type=Path),
@@ -200,7 +200,8 @@ def model_options(command: _F) -> _F:
             help="Tokens that the KV pool holds.",
         ),
         click.option(
-            "--max-running-requests", default=32, type=click.IntRange(min=1), help="Requests in one engine step.",
+            "--context-length", type=click.IntRange(min=2),
+            help="Most tokens of prompt and answer together.  [default: what the model and the KV pool can take]",
         ),
     )  # fmt: skip
 
@@ -209,7 +210,7 @@ def listen_options(port: int) -> Callable[[_F], _F]:
     """--host, --port, --advertise-host, --advertise-interface."""
 
     def decorate(command: _F) -> _F:
-        return _apply(
+        return apply_options(
             command,
             click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 or :: for all."),
             click.option(
@@ -231,7 +232,7 @@ def listen_options(port: int) -> Callable[[_F], _F]:
 
 def rank_options(command: _F) -> _F:
     """Where a prefill process stands among those that share one Bootstrap directory."""
-    return _apply(
+    return apply_options(
         command,
         click.option(
             "--bootstrap", type=ADDRESS, help="Directory to register with.  [default: this process's own]",
@@ -248,7 +249,7 @@ def rank_options(command: _F) -> _F:
 
 def transport_options(command: _F) -> _F:
     """What carries the pages."""
-    return _apply(
+    return apply_options(
         command,
         click.option(
             "--transfer-backend", "--disaggregation-transfer-backend", "transfer_backend", default="ucx",
@@ -275,12 +276,14 @@ def transport_options(command: _F) -> _F:
 def log_options(command: _F) -> _F:
     """How much is logged."""
     levels = click.Choice(["debug", "info", "warning", "error"])
-    return _apply(command, click.option("--log-level", default="info", type=levels, help="Least severe line to log."))
+    return apply_options(
+        command, click.option("--log-level", default="info", type=levels, help="Least severe line to log.")
+    )
 
 
 def metrics_options(command: _F) -> _F:
     """Where Prometheus finds this process."""
-    return _apply(
+    return apply_options(
         command,
         click.option(
             "--metrics-port", type=click.IntRange(0, 65535),
@@ -291,7 +294,7 @@ def metrics_options(command: _F) -> _F:
 
 def room_options(command: _F) -> _F:
     """How rooms end."""
-    return _apply(
+    return apply_options(
         command,
         click.option(
             "--drain-timeout", "drain_timeout_s", default=30.0, type=float, envvar="PD_DRAIN_TIMEOUT",
@@ -317,7 +320,7 @@ def room_options(command: _F) -> _F:
 def security_options(command: _F) -> _F:
     """Who may talk to this process."""
     path = click.Path(path_type=Path)
-    return _apply(
+    return apply_options(
         command,
         click.option("--tls-cert", type=path, help="This process's certificates, PEM: turns TLS on.  [default: none]"),
         click.option("--tls-key", type=path, help="The certificate's private key, PEM.  [default: none]"),
@@ -333,7 +336,8 @@ def security_options(command: _F) -> _F:
     )  # fmt: skip
 
 
-def _apply(command: _F, *options: Callable[[_F], _F]) -> _F:
+def apply_options(command: _F, *options: Callable[[_F], _F]) -> _F:
+    """The command with these options, in this order."""
     for option in reversed(options):
         command = option(command)
     return command

@@ -42,7 +42,7 @@ class Runtime:
     tracing: TracerProvider | None
 
     @classmethod
-    def start(cls, role: Role, options: Mapping[str, Any]) -> Runtime:
+    def start(cls, role: Role, options: Mapping[str, Any], metadata_slots: int) -> Runtime:
         """Loads the model and opens the data plane; takes as long as the weights take.
 
         Raises:
@@ -54,7 +54,7 @@ class Runtime:
         tracing = spans.configure(f"pd-{role.value}", instance.instance_id)
         model, rooms = config.pick(config.ModelConfig, options), config.pick(config.RoomConfig, options)
         engine = _load(model)
-        metadata = MetadataBuffers(2 * model.max_running_requests)
+        metadata = MetadataBuffers(metadata_slots)
         transport = open_transport(config.pick(config.TransportConfig, options))
         canaries = CanaryMemory(engine.layout.page_bytes)
         regions = (MemoryRegion(*engine.pool.region), metadata.region, canaries.region)
@@ -93,6 +93,7 @@ def _load(model: config.ModelConfig) -> Engine:
         dtype=model.dtype,
         device=model.device,
         threads=model.threads,
+        context_length=model.context_length,
     )
 
 

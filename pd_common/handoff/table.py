@@ -76,7 +76,7 @@ class TransferTable:
             RoomAborted: the room has failed, perhaps before its request arrived.
 
         """
-        self._refuse_known(room)
+        self.refuse_known(room)
         fresh = self._fresh(room, deadline_s, now)
         return self._put(fresh, TransferState.BOOTSTRAPPING, now, rid=rid, prompt_digest=prompt_digest)
 
@@ -289,7 +289,8 @@ class TransferTable:
 
     # --- records ---
 
-    def _refuse_known(self, room: BootstrapRoom) -> None:
+    def refuse_known(self, room: BootstrapRoom) -> None:
+        """Raises as `open` does for a room that is on record."""
         known = self.find(room)
         if known is None:
             return

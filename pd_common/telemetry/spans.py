@@ -47,6 +47,9 @@ class SpanName(StrEnum):
     ALLOCATE = "pd.allocate"
     TRANSFER_WAIT = "pd.transfer_wait"
     GATE = "pd.gate"
+    PROMPT_COMPUTE = "pd.prompt_compute"
+    RESTORE = "pd.restore"
+    REFETCH = "pd.refetch"
     FIRST_TOKEN = "pd.first_token"  # noqa: S105  a span name
     DECODE_STEPS = "pd.decode_steps"
 

@@ -11,11 +11,11 @@ from pd_common.aio import Tasks
 from pd_common.control.connection import Dial
 from pd_common.control.peer_client import PeerClient
 from pd_common.errors import DeadlineExceeded, PdError, PeerLost
+from pd_common.handoff.metadata import Slot
 from pd_common.handoff.process import host_id, process_is_gone
 from pd_common.handoff.quarantine import Quarantine
-from pd_common.types import BootstrapRoom, Instance, Role
+from pd_common.types import BootstrapRoom, Instance, PageIndices, Role
 from services.decode.pairing import Prefill
-from services.decode.queues import Allocation
 
 _log = logging.getLogger(__name__)
 
@@ -25,15 +25,16 @@ _ASK_AGAIN_S = 0.25
 class Drain:
     """Every held room has one task that seeks its proof until it has it. Time alone releases nothing (I2)."""
 
-    def __init__(self, release: Callable[[Allocation], None], dial: Dial) -> None:
+    def __init__(self, take_back: Callable[[Slot], None], dial: Dial) -> None:
+        """`take_back` gets the pages that were detached with this slot once they are quiet."""
         self._dial = dial
-        self.quarantine = Quarantine(lambda _, pages, slot: release(Allocation(pages, slot)), host_id())
+        self.quarantine = Quarantine(lambda _room, _pages, slot: take_back(slot), host_id())
         self._tasks = Tasks()
         self._proof = asyncio.Event()
 
-    def hold(self, room: BootstrapRoom, writer: Prefill, allocation: Allocation, ticket: bytes) -> None:
+    def hold(self, room: BootstrapRoom, writer: Prefill, pages: PageIndices, slot: Slot, ticket: bytes) -> None:
         """Keeps a failed room's memory until `writer` is quiet for it."""
-        self.quarantine.hold(room, [writer.writer], allocation.pages, allocation.slot, time.monotonic())
+        self.quarantine.hold(room, [writer.writer], pages, slot, time.monotonic())
         self._tasks.start(f"proof for room {room}", self._seek_proof(room, writer, ticket))
 
     async def proven(self, instance: Instance) -> None:

@@ -1,66 +1,148 @@
-"""PreallocQueue: rooms wait here, first come first served, until decode has pages and a metadata slot for them."""
+"""PreallocQueue: rooms wait here until decode has pages for them, and a metadata slot if they need one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
+from itertools import count
 
-from pd_common.handoff.metadata import MetadataBuffers, Slot
-from pd_common.kv.pages import PageAllocator
-from pd_common.types import PageIndices
+from pd_common.engine.request import Sequence
+from pd_common.handoff.metadata import Slot
+from services.decode.admission import Budget, Demand, budget_of, demand_of
+from services.decode.memory import Allocation, DecodeMemory
+
+_MOST_PASSES = 16
+"""Smaller requests that may go before one that does not fit yet: they fill what it cannot use, and do not starve it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """Pages for a prompt and its whole answer, and the slot that its metadata will land in."""
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A request in line; `place` is lower for those that come first: who has lost its pages, then who is more urgent.
 
-    pages: PageIndices
-    slot: Slot
+    `demand` is for the tokens that it has now. `passed` counts those that went before it although they stood behind it.
+    `locked` are its pages that others used when `DecodeMemory.changes` was `locked_at`.
+    """
+
+    sequence: Sequence
+    find: int
+    slot: bool
+    returning: bool
+    place: tuple[bool, int, int]
+    demand: Demand
+    granted: asyncio.Future[Allocation]
+    passed: int = 0
+    locked: int = 0
+    locked_at: int | None = None
 
 
 class PreallocQueue:
-    """Hands out pages and slots in order of arrival; a cancelled waiter leaves nothing behind."""
+    """Lets requests in, in order, as far as `Budget` admits them; a cancelled waiter leaves nothing behind.
 
-    def __init__(self, pages: PageAllocator, metadata: MetadataBuffers) -> None:
-        self._pages = pages
-        self._metadata = metadata
-        self._waiting: deque[tuple[int, asyncio.Future[Allocation]]] = deque()
+    At most `rows` hold pages at once. As long as one waits that has lost its pages, nobody new is let in. When nobody
+    holds any, the first in line is let in as soon as it fits as it is.
+    """
 
-    async def acquire(self, num_pages: int) -> Allocation:
-        """Waits for its turn and for memory."""
-        turn: asyncio.Future[Allocation] = asyncio.get_running_loop().create_future()
-        self._waiting.append((num_pages, turn))
-        self._grant()
+    def __init__(self, memory: DecodeMemory, rows: int, reserved_tokens: int) -> None:
+        self._memory = memory
+        self._rows = rows
+        self._reserved_tokens = reserved_tokens
+        self._line: list[_Waiter] = []
+        self._turns = count()
+
+    @property
+    def waiting(self) -> int:
+        """Requests in line."""
+        return len(self._line)
+
+    @property
+    def returning(self) -> int:
+        """Those of them that had pages before."""
+        return sum(waiter.returning for waiter in self._line)
+
+    async def acquire(self, sequence: Sequence, find: int, *, slot: bool, returning: bool = False) -> Allocation:
+        """Waits for its turn, then as `DecodeMemory.allocate`; one that is `returning` has its old place in line."""
+        waiter = self._waiter(sequence, find, slot, returning)
+        insort(self._line, waiter, key=lambda each: each.place)
+        self.grant()
         try:
-            return await turn
+            return await waiter.granted
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._grant()  # it may have been first in line
+            if waiter.granted.cancelled():
+                self.grant()  # others may have waited for it
             else:
-                self.release(turn.result())
+                self.release(waiter.granted.result())
             raise
 
     def release(self, allocation: Allocation) -> None:
-        """Takes memory back; nobody may write it any more (I2)."""
-        self._metadata.free(allocation.slot)
-        self._pages.free(allocation.pages)
-        self._grant()
+        """As `DecodeMemory.release`; then whoever fits now is let in."""
+        self._memory.release(allocation)
+        self.grant()
 
-    def _grant(self) -> None:
-        while self._waiting:
-            num_pages, turn = self._waiting[0]
-            if not turn.cancelled():
-                allocation = self._allocate(num_pages)
-                if allocation is None:
-                    return
-                turn.set_result(allocation)
-            self._waiting.popleft()
+    def free_slot(self, allocation: Allocation) -> None:
+        """As `DecodeMemory.free_slot`; then whoever fits now is let in."""
+        self._memory.free_slot(allocation)
+        self.grant()
 
-    def _allocate(self, num_pages: int) -> Allocation | None:
-        if not self._metadata.free_slots:
-            return None
-        pages, slot = self._pages.alloc(num_pages), None
-        if pages is not None:
-            slot = self._metadata.alloc()
-        return None if pages is None or slot is None else Allocation(pages, slot)
+    def take_back(self, slot: Slot) -> None:
+        """As `DecodeMemory.take_back`; then whoever fits now is let in."""
+        self._memory.take_back(slot)
+        self.grant()
+
+    def grant(self) -> None:
+        """Lets in whoever fits now: after something has come free."""
+        self._line = [waiter for waiter in self._line if not waiter.granted.done()]
+        while self._let_one_in():
+            pass
+
+    def _let_one_in(self) -> bool:
+        """The first in line that fits."""
+        if not self._line or len(self._memory.held) >= self._rows:
+            return False
+        budget = budget_of(self._memory, self._reserved_tokens)
+        for place, waiter in enumerate(self._line):
+            if waiter.returning < self._line[0].returning:
+                return False
+            if self._fits(waiter, budget) and self._let_in(waiter):
+                for passed in self._line[:place]:
+                    passed.passed += 1
+                del self._line[place]
+                return True
+            if waiter.passed >= _MOST_PASSES:
+                return False
+        return False
+
+    def _fits(self, waiter: _Waiter, budget: Budget) -> bool:
+        """Only the first in line is looked for in the prefix cache, and only if what is found there decides.
+
+        Looking for a prompt of 100,000 tokens takes milliseconds, and a thousand may wait: those behind the first one
+        go before it only if they fit without anything from the cache.
+        """
+        if budget.admits(waiter.demand, locked=0):
+            return True
+        if waiter is not self._line[0]:
+            return False
+        if not self._memory.held:
+            return True
+        if not budget.admits(waiter.demand, locked=waiter.find // self._memory.page_size):
+            return False
+        if waiter.locked_at != self._memory.changes:
+            found, idle = self._memory.matched_pages(waiter.sequence, waiter.find)
+            waiter.locked, waiter.locked_at = found - idle, self._memory.changes
+        return budget.admits(waiter.demand, waiter.locked)
+
+    def _let_in(self, waiter: _Waiter) -> bool:
+        """False when there are too few pages as it is, or no slot."""
+        allocation = self._memory.allocate(waiter.sequence, waiter.find, slot=waiter.slot)
+        if allocation is not None:
+            waiter.granted.set_result(allocation)
+        return allocation is not None
+
+    def _waiter(self, sequence: Sequence, find: int, slot: bool, returning: bool) -> _Waiter:
+        page_size = self._memory.page_size
+        demand = demand_of(sequence, -(-sequence.num_tokens // page_size), page_size, self._reserved_tokens)
+        if sequence.turn is None:
+            sequence.turn = next(self._turns)
+        place = not returning, -sequence.request.priority, sequence.turn
+        granted: asyncio.Future[Allocation] = asyncio.get_running_loop().create_future()
+        return _Waiter(sequence, find, slot, returning, place, demand, granted)

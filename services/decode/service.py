@@ -1,12 +1,12 @@
-"""The life of a room on decode: pair with prefill, set memory aside, offer it, check what arrived, write the answer."""
+"""All rooms of one decode rank: what comes in about them, and how each is served and concluded."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from opentelemetry.context import Context
 
@@ -15,109 +15,83 @@ from pd_common.control.outputs import OutputHub
 from pd_common.control.peers import Peer
 from pd_common.control.room_keeper import RoomKeeper
 from pd_common.control.rooms import PoolStatus, TransferReport
+from pd_common.control.waiting import WaitingLimits
 from pd_common.engine.engine import Engine
 from pd_common.engine.request import Sequence
-from pd_common.errors import (
-    DeadlineExceeded,
-    PdError,
-    PeerLost,
-    ReceiverUnknown,
-    RoomAborted,
-    RoomInUse,
-    ShuttingDown,
-    StaleInstance,
-    TransferFailed,
-)
+from pd_common.errors import DeadlineExceeded, PdError, PeerLost, RoomAborted, RoomInUse, ShuttingDown, TransferFailed
 from pd_common.generation import GenerationRequest
-from pd_common.handoff.chunk import PoolBuffers
-from pd_common.handoff.destination import Offer
-from pd_common.handoff.digest import PageDigest, digest_prompt
-from pd_common.handoff.metadata import HandoffMetadata, MetadataBuffers
+from pd_common.handoff.digest import digest_prompt
+from pd_common.handoff.metadata import MetadataBuffers
 from pd_common.handoff.quarantine import Held
-from pd_common.handoff.receiver import KVReceiver
-from pd_common.handoff.state import Progress, Transfer, TransferState
+from pd_common.handoff.state import Transfer, TransferState
 from pd_common.handoff.table import TransferTable
 from pd_common.telemetry.spans import RoomTrace, SpanName
 from pd_common.transport.fake import is_fake
 from pd_common.types import BootstrapRoom, Instance
+from services.decode.answering import Answering
 from services.decode.drain import Drain
-from services.decode.fake import made_up
-from services.decode.gate import agreed
+from services.decode.fake import made_up, unfindable
+from services.decode.handoff import Handoff
+from services.decode.host_copies import HostCopies
 from services.decode.inquiry import SILENT_S, Inquiry
-from services.decode.offering import publish
+from services.decode.memory import DecodeMemory
 from services.decode.pairing import Prefill
 from services.decode.prefills import Prefills
-from services.decode.queues import Allocation, PreallocQueue
-from services.decode.scheduler import Answer, DecodeScheduler
+from services.decode.queues import PreallocQueue
+from services.decode.rooms import Room, set_memory_aside
+
+_Work = Coroutine[Any, Any, None]
 
 
-@dataclass(slots=True, eq=False)
-class _Room:
-    """A request that is being served, and what it holds.
-
-    `offered_to` is set as soon as a prefill may know the pages; from then on only the drain gives them back, or the
-    commit makes them this room's alone; `receiver` goes with it. `concluded` tells the prefill's report how the commit
-    went.
-    """
-
-    request: GenerationRequest
-    prompt_digest: bytes
-    deadline_s: float
-    trace: RoomTrace
-    reported: asyncio.Future[Progress]
-    concluded: asyncio.Event
-    task: RoomTask | None = None
-    prefill: Prefill | None = None
-    allocation: Allocation | None = None
-    offered_to: Prefill | None = None
-    receiver: KVReceiver | None = None
-    answer: Answer | None = None
-
-
-class DecodeService(RoomKeeper[_Room]):
+class DecodeService(RoomKeeper[Room]):
     """All rooms of one decode rank. Memory that was offered and not committed is freed by the drain alone (I2)."""
 
     def __init__(
         self,
         instance: Instance,
         engine: Engine,
-        scheduler: DecodeScheduler,
-        prealloc: PreallocQueue,
+        memory: DecodeMemory,
+        queue: PreallocQueue,
+        handoff: Handoff,
+        answering: Answering,
         drain: Drain,
-        pool: PoolBuffers,
         metadata: MetadataBuffers,
+        copies: HostCopies,
         transfers: TransferTable,
         hub: OutputHub,
-        *,
-        new_digest: Callable[[], PageDigest] | None,
-        handshake_only: bool = False,
+        limits: WaitingLimits,
     ) -> None:
-        super().__init__(instance, transfers, hub)
+        super().__init__(instance, transfers, hub, limits)
         self._engine = engine
-        self._scheduler = scheduler
-        self._pool = pool
-        self._metadata = metadata
-        self._new_digest = new_digest
-        self._handshake_only = handshake_only
-        self._prealloc = prealloc
+        self._memory = memory
+        self._queue = queue
+        self._handoff = handoff
+        self._answering = answering
         self._drain = drain
+        self._metadata = metadata
+        self._copies = copies
         self._inquiry = Inquiry(instance, self._tasks, self._gone)
         self._inquiry_due_s = 0.0
 
     def use(self, prefills: Prefills) -> None:
         """Where to pair; it calls back into this service, so it is made after it."""
         self._prefills = prefills
+        self._handoff.use(prefills)
 
     def pool_status(self) -> PoolStatus:
         pages, slots, quarantine = self._engine.pages, self._metadata, self._drain.quarantine
         return PoolStatus(
-            pages.num_pages,
-            pages.num_free,
-            quarantine.held_pages,
-            slots.num_slots,
-            slots.free_slots,
-            quarantine.held_slots,
-            len(self._rooms),
+            pages_total=pages.num_pages,
+            pages_free=pages.num_free,
+            pages_quarantined=quarantine.held_pages,
+            slots_total=slots.num_slots,
+            slots_free=slots.free_slots,
+            slots_quarantined=quarantine.held_slots,
+            live_rooms=len(self._rooms),
+            pages_cached=self._memory.pages_available - pages.num_free,
+            requests_queued=len(self._waiting()),
+            requests_retracted=self._queue.returning,
+            pages_on_host=self._copies.pages_held,
         )
 
     def quarantined(self) -> tuple[Held, ...]:
@@ -136,15 +110,35 @@ class DecodeService(RoomKeeper[_Room]):
             raise RoomAborted(f"room {request.room} failed and its memory is not proven quiet", room=request.room)
         if request.room in self._rooms and self.transfers.find(request.room) is None:  # its answer outlives its record
             raise RoomInUse(f"room {request.room} has not ended yet", room=request.room)
+        if is_fake(request.bootstrap):
+            request = unfindable(request)
+        self.transfers.refuse_known(request.room)  # before it takes another's place
+        self._make_way(request)
+        self.open(request, Sequence(request), SpanName.DECODE, parent, self._serve)
+
+    def open(
+        self,
+        request: GenerationRequest,
+        sequence: Sequence,
+        span: SpanName,
+        parent: Context,
+        serve: Callable[[Room], _Work],
+    ) -> Room:
+        """Puts a room on record and begins to serve it.
+
+        Raises:
+            RoomInUse, RoomAborted: as the table's `open`.
+        """
         now = time.monotonic()
         deadline_s, digest = now + request.timeout_s, digest_prompt(request.prompt)
         self.transfers.open(request.room, rid=request.rid, prompt_digest=digest, deadline_s=deadline_s, now=now)
-        trace = RoomTrace(SpanName.DECODE, request.room, parent, prompt_tokens=len(request.prompt), rid=request.rid)
+        trace = RoomTrace(span, request.room, parent, prompt_tokens=len(request.prompt), rid=request.rid)
         reported = asyncio.get_running_loop().create_future()
-        room = _Room(request, digest, deadline_s, trace, reported, asyncio.Event())
+        room = Room(request, sequence, digest, deadline_s, trace, reported, asyncio.Event())
         self._rooms[request.room] = room
-        work, name = self._serve(room), f"room {request.room}"
-        room.task = RoomTask(self._tasks, name, work, lambda error: self._conclude(room, error))
+        name = f"room {request.room}"
+        room.task = RoomTask(self._tasks, name, serve(room), lambda error: self._conclude(room, error))
+        return room
 
     async def report(self, report: TransferReport) -> Transfer:
         newer = self.transfers.heard(report.room, report.reporter, report.sequence)
@@ -190,135 +184,56 @@ class DecodeService(RoomKeeper[_Room]):
 
     # --- the life of a room ---
 
-    async def _serve(self, room: _Room) -> None:
-        receive = self._make_up if is_fake(room.request.bootstrap) else self._receive
-        allocation, metadata = await receive(room)
-        room.trace.enter(SpanName.FIRST_TOKEN)
-        await self._write_answer(room, allocation, metadata)
-
-    async def _make_up(self, room: _Room) -> tuple[Allocation, HandoffMetadata]:
-        """A fake room: nobody writes it, and it is told to nobody."""
-        request = room.request
-        room.trace.enter(SpanName.PREALLOC_WAIT)
-        room.allocation = allocation = await self._prealloc.acquire(self._pages_for(request))
-        room.trace.enter(SpanName.ALLOCATE, pages=len(allocation.pages))
-        metadata = await made_up(self._engine, request, allocation.pages)
-        for state in (TransferState.WAITING_FOR_INPUT, TransferState.SUCCESS):
-            self.transfers.advance(request.room, state, time.monotonic())
-        room.concluded.set()
-        return allocation, metadata
-
-    async def _receive(self, room: _Room) -> tuple[Allocation, HandoffMetadata]:
-        request, trace = room.request, room.trace
-        trace.enter(SpanName.PEERING)
-        room.prefill = await self._prefills.pair_with(request.bootstrap, request.room)
-        trace.enter(SpanName.PREALLOC_WAIT)
-        room.allocation = allocation = await self._prealloc.acquire(self._pages_for(request))
-        trace.enter(SpanName.ALLOCATE, pages=len(allocation.pages))
-        receiver = await self._offer(room, allocation)
-        trace.enter(SpanName.TRANSFER_WAIT)
-        progress = await room.reported
-        trace.enter(SpanName.GATE)
-        return allocation, await self._commit(room, receiver, allocation, progress)
-
-    async def _offer(self, room: _Room, allocation: Allocation) -> KVReceiver:
-        """Publishes the prompt's pages. A prefill that has restarted, or forgotten this decode, is paired anew once."""
-        request, prefill = room.request, room.prefill
-        if prefill is None or not self._prefills.is_current(prefill):
-            prefill = await self._prefills.pair_with(request.bootstrap, request.room)
-        try:
-            return await self._offer_to(room, prefill, allocation)
-        except (StaleInstance, ReceiverUnknown) as refused:
-            # Refused before anything could be written: these pages are known to nobody.
-            room.offered_to = None
-            await self._prefills.forget(prefill, refused.message)
-        prefill = await self._prefills.pair_with(request.bootstrap, request.room)
-        return await self._offer_to(room, prefill, allocation)
-
-    async def _offer_to(self, room: _Room, prefill: Prefill, allocation: Allocation) -> KVReceiver:
-        request = room.request
-        offer = Offer(
-            receiver=self.instance,
-            pages=allocation.pages[: -(-len(request.prompt) // self._pool.page_size)],
-            slot=allocation.slot,
-            decode_prefix_len=0,
-            prompt_tokens=len(request.prompt),
-            prompt_digest=room.prompt_digest,
-            ticket=request.ticket,
-        )
-        digest = None if self._new_digest is None else self._new_digest()
-        room.receiver = receiver = KVReceiver(request.room, offer, self._pool, self._metadata, digest)
-        room.offered_to = prefill
-        # Before the call, whose answer a report may overtake; whose room it is, is settled once the offer is accepted.
-        self.transfers.advance(request.room, TransferState.WAITING_FOR_INPUT, time.monotonic())
-        await publish(self._prefills, prefill, request.room, offer, room.deadline_s, room.trace.context)
-        known = self.transfers.get(request.room)
-        if known.failure is not None:
-            raise known.failure
-        if not self._prefills.is_current(prefill):  # lost before its rooms could be told apart from others
-            raise PeerLost(f"prefill {prefill.address.target} is gone", peer=prefill.address.target)
-        self.transfers.advance(request.room, known.state, time.monotonic(), peer=prefill.instance)
-        return receiver
-
-    async def _commit(
-        self, room: _Room, receiver: KVReceiver, allocation: Allocation, progress: Progress
-    ) -> HandoffMetadata:
-        """Only what passes the gate and the digest is a success; then slot and pages are this room's alone."""
-        if self._handshake_only:
-            metadata = await made_up(self._engine, room.request, allocation.pages)
+    async def _serve(self, room: Room) -> None:
+        bootstrap = room.request.bootstrap
+        if bootstrap is None:
+            await self._serve_alone(room)
+        elif is_fake(bootstrap):
+            await self._serve_fake(room)
         else:
-            metadata = await agreed(receiver)
-        now = time.monotonic()
-        if not self.transfers.advance(room.request.room, TransferState.SUCCESS, now, progress=progress):
-            raise RoomAborted("The room ended while its pages were checked", room=room.request.room)
-        if room.offered_to is not None:
-            room.offered_to.page_came()
-        room.offered_to = None
+            await self._answering.go_on(room, await self._handoff.receive(room, bootstrap))
+
+    async def _serve_alone(self, room: Room) -> None:
+        """Nothing is handed over. The last token of a prompt is computed in any case: the answer follows from it."""
+        await set_memory_aside(room, self._queue, len(room.request.prompt) - 1, slot=False)
+        self._nothing_to_wait_for(room)
+        await self._answering.alone(room)
+
+    async def _serve_fake(self, room: Room) -> None:
+        """Nobody writes these pages, and the room is told to nobody."""
+        await set_memory_aside(room, self._queue, 0, slot=False)
+        metadata = await made_up(self._engine, room.request, room.sequence.pages)
+        room.sequence.computed = metadata.covered_tokens
+        self._nothing_to_wait_for(room)
+        await self._answering.go_on(room, metadata)
+
+    def _nothing_to_wait_for(self, room: Room) -> None:
+        for state in (TransferState.WAITING_FOR_INPUT, TransferState.SUCCESS):
+            self.transfers.advance(room.number, state, time.monotonic())
         room.concluded.set()
-        return metadata
 
-    async def _write_answer(self, room: _Room, allocation: Allocation, metadata: HandoffMetadata) -> None:
-        request = room.request
-        sequence = Sequence(request)
-        sequence.pages = list(allocation.pages)
-        sequence.computed = metadata.covered_tokens
-        sequence.append(metadata.first_token)
-        builder = self._engine.new_answer(request, metadata.cached_tokens.total)
-        piece = builder.accept(metadata.first_token, metadata.logprob)
-        self._hub.publish([piece])
-        if piece.is_last:
-            return
-        stage = room.trace.enter(SpanName.DECODE_STEPS)
-        room.answer = self._scheduler.start(sequence, builder)
-        await room.answer.finished
-        stage.set_attribute("tokens", len(sequence.output) - 1)
-
-    async def _conclude(self, room: _Room, error: PdError | None) -> None:
-        number = room.request.room
+    async def _conclude(self, room: Room, error: PdError | None) -> None:
+        number = room.number
         if error is not None:
             self._fail(number, error)
             if room.prefill is not None and room.offered_to is None and not room.concluded.is_set():
                 self._drain.give_up(number, room.prefill, error, room.request.ticket, room.deadline_s)
         room.concluded.set()
-        if room.answer is not None:
-            await self._scheduler.leave(room.answer)
+        await self._answering.leave(room)
         if room.receiver is not None:
             await room.receiver.quiet()
         del self._rooms[number]
-        if room.allocation is not None:
-            self._give_back(room, room.allocation)
+        self._give_back(room)
         room.trace.end(error)
 
-    def _give_back(self, room: _Room, allocation: Allocation) -> None:
+    def _give_back(self, room: Room) -> None:
+        if room.allocation is None:
+            return
         if room.offered_to is None:
-            self._prealloc.release(allocation)
+            self._queue.release(room.allocation)
         else:
-            self._drain.hold(room.request.room, room.offered_to, allocation, room.request.ticket)
-
-    def _pages_for(self, request: GenerationRequest) -> int:
-        """Enough for the prompt and all of the answer but its last token, whose KV nobody needs."""
-        tokens = len(request.prompt) + request.sampling.max_new_tokens - 1
-        return -(-tokens // self._pool.page_size)
+            pages, slot = self._memory.detach(room.allocation)
+            self._drain.hold(room.number, room.offered_to, pages, slot, room.request.ticket)
 
     # --- housekeeping ---
 

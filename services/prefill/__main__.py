@@ -15,8 +15,10 @@ from pd_common.control.registry import Registry
 from pd_common.control.security import Security
 from pd_common.control.status_servicer import TransferStatusServicer
 from pd_common.control.supervisor import Supervisor
+from pd_common.control.waiting import WaitingLimits
 from pd_common.kv.prefix import PrefixCache
 from pd_common.runtime import Runtime
+from pd_common.scheduling import SchedulingConfig, scheduling_options
 from pd_common.transport.fake import FAKE
 from pd_common.types import RankInfo, Role
 from services.prefill.membership import Membership
@@ -28,15 +30,12 @@ from services.prefill.servicers import PageAllocationServicer
 
 @click.command(context_settings=config.CONTEXT)
 @config.model_options
+@scheduling_options
 @click.option(
-    "--chunked-prefill-size", default=2048, type=click.IntRange(min=1), help="Prompt tokens in one engine step."
-)
-@click.option(
-    "--enable-prefix-cache/--no-enable-prefix-cache",
-    " /--disable-radix-cache",
-    "enable_prefix_cache",
-    default=True,
-    help="Keep the pages of computed prompts for prompts that begin in the same way.",
+    "--optimistic-prefill-attempts",
+    default=0,
+    type=click.IntRange(min=0),
+    help="Begin to compute a prompt before decode has set memory aside, at most so many times; 0: never.",
 )
 @config.listen_options(port=8998)
 @config.rank_options
@@ -57,9 +56,10 @@ async def serve(options: dict[str, Any]) -> None:
     """The wiring of one prefill process; returns when it has drained after SIGTERM."""
     listen = config.pick(config.ListenConfig, options)
     place = config.pick(config.RankConfig, options)
+    steps = config.pick(SchedulingConfig, options)
     security = Security.open(config.pick(config.SecurityConfig, options), listen.host)
-    own = Runtime.start(Role.PREFILL, options)
-    service, scheduler = _rooms_of(own, options)
+    own = Runtime.start(Role.PREFILL, options, metadata_slots=2 * steps.max_running_requests)
+    service, scheduler = _rooms_of(own, options, steps)
     engine = own.engine
     receivers = Receivers(engine.layout, own.transport, own.canaries, service.receiver_lost, security.dial)
     service.use(receivers)
@@ -104,11 +104,15 @@ async def serve(options: dict[str, Any]) -> None:
         await supervisor.close(membership.leave(), receivers.close(), control.stop(grace_s=1.0), own.close())
 
 
-def _rooms_of(own: Runtime, options: dict[str, Any]) -> tuple[PrefillService, PrefillScheduler]:
+def _rooms_of(
+    own: Runtime, options: dict[str, Any], steps: SchedulingConfig
+) -> tuple[PrefillService, PrefillScheduler]:
     """All rooms of the process, and what computes them."""
     engine, data = own.engine, config.pick(config.TransportConfig, options)
-    prefixes = PrefixCache(engine.pages, engine.pool.page_size, keeps=options["enable_prefix_cache"])
-    scheduler = PrefillScheduler(engine, prefixes, options["chunked_prefill_size"], options["max_running_requests"])
+    prefixes = PrefixCache(engine.pages, engine.pool.page_size, keeps=steps.enable_prefix_cache)
+    scheduler = PrefillScheduler(
+        engine, prefixes, steps.chunked_prefill_size, steps.max_running_requests, audited=steps.check_integrity
+    )
     service = PrefillService(
         own.instance,
         engine,
@@ -117,7 +121,9 @@ def _rooms_of(own: Runtime, options: dict[str, Any]) -> tuple[PrefillService, Pr
         own.metadata,
         own.transfers,
         own.hub,
+        WaitingLimits(steps.max_queued_requests, steps.queue_timeout_s),
         new_digest=own.new_digest if data.digest else None,
+        optimistic_attempts=options["optimistic_prefill_attempts"],
         handshake_only=data.transfer_backend == FAKE,
     )
     return service, scheduler

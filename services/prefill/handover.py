@@ -18,9 +18,9 @@ from pd_common.handoff.table import TransferTable
 from pd_common.telemetry.spans import RoomTrace, SpanName, now_ns
 from pd_common.transport.base import WriteReceipt
 from pd_common.types import BootstrapRoom
+from services.prefill.job import Job
 from services.prefill.receivers import Receivers
 from services.prefill.reports import Reports
-from services.prefill.scheduler import Job
 
 
 @dataclass(frozen=True, slots=True, eq=False)

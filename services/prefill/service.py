@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
 from opentelemetry.context import Context
@@ -16,10 +15,13 @@ from pd_common.control.outputs import OutputHub
 from pd_common.control.peers import Peer
 from pd_common.control.room_keeper import RoomKeeper
 from pd_common.control.rooms import PoolStatus, TransferReport
+from pd_common.control.waiting import WaitingLimits
 from pd_common.engine.engine import Engine
 from pd_common.engine.request import Sequence, validate_request
 from pd_common.errors import (
+    CapacityExceeded,
     InternalError,
+    InvalidRequest,
     PdError,
     PeerLost,
     PromptMismatch,
@@ -42,42 +44,14 @@ from pd_common.transport.fake import is_fake
 from pd_common.types import BootstrapRoom, Instance
 from services.prefill.fake import offer_of_nothing
 from services.prefill.handover import Handover
+from services.prefill.job import Job
 from services.prefill.receivers import Receiver, Receivers
 from services.prefill.reports import Reports
+from services.prefill.rooms import Offered, Room, own_leg
 from services.prefill.scheduler import PrefillScheduler
 
 
-@dataclass(frozen=True, slots=True)
-class _Offered:
-    """Decode's pages for a room, and the way to speak to this decode about it."""
-
-    destination: Destination
-    reports: Reports
-
-
-@dataclass(slots=True)
-class _Room:
-    """A request that is being served; `offered` is set when decode has offered pages."""
-
-    request: GenerationRequest
-    trace: RoomTrace
-    offered: asyncio.Future[_Offered]
-    task: RoomTask | None = None
-    handover: Handover | None = None
-
-    @property
-    def reports(self) -> Reports | None:
-        """None as long as decode has not been heard of."""
-        known = self.offered.done() and not self.offered.cancelled()
-        return self.offered.result().reports if known else None
-
-    @property
-    def decode_decides(self) -> bool:
-        """Everything is written: how the room ends is for decode to say, whatever happens here."""
-        return self.reports is not None and self.reports.decode_decides
-
-
-class PrefillService(RoomKeeper[_Room]):
+class PrefillService(RoomKeeper[Room]):
     """All rooms of one prefill rank. Source pages are freed only when the sender of an ended room is quiet (I3)."""
 
     def __init__(
@@ -89,19 +63,23 @@ class PrefillService(RoomKeeper[_Room]):
         metadata: MetadataBuffers,
         transfers: TransferTable,
         hub: OutputHub,
+        limits: WaitingLimits,
         *,
         new_digest: Callable[[], PageDigest] | None,
+        optimistic_attempts: int = 0,
         handshake_only: bool = False,
     ) -> None:
-        super().__init__(instance, transfers, hub)
+        """`optimistic_attempts`: how often a prompt may be begun before decode has offered memory for it."""
+        super().__init__(instance, transfers, hub, limits)
         self._engine = engine
         self._scheduler = scheduler
         self._metadata = metadata
         self._free_slots = asyncio.Semaphore(metadata.free_slots)
         self._new_digest = new_digest
+        self._optimistic_attempts = optimistic_attempts
         self._handshake_only = handshake_only
         self._source = source
-        self._offered: dict[BootstrapRoom, _Offered] = {}
+        self._offered: dict[BootstrapRoom, Offered] = {}
         self._announced: Callable[[BootstrapRoom], AbstractAsyncContextManager[object]] = nullcontext
 
     def use(self, receivers: Receivers) -> None:
@@ -115,9 +93,17 @@ class PrefillService(RoomKeeper[_Room]):
     def pool_status(self) -> PoolStatus:
         """Prefill has no quarantine: nobody writes here."""
         pages, slots = self._engine.pages, self._metadata
-        live = len(self._rooms) + len(self._offered)
-        cached = self._scheduler.pages_cached
-        return PoolStatus(pages.num_pages, pages.num_free, 0, slots.num_slots, slots.free_slots, 0, live, cached)
+        return PoolStatus(
+            pages_total=pages.num_pages,
+            pages_free=pages.num_free,
+            pages_quarantined=0,
+            slots_total=slots.num_slots,
+            slots_free=slots.free_slots,
+            slots_quarantined=0,
+            live_rooms=len(self._rooms) + len(self._offered),
+            pages_cached=self._scheduler.pages_cached,
+            requests_queued=len(self._waiting()),
+        )
 
     def quarantined(self) -> tuple[Held, ...]:
         return ()
@@ -133,6 +119,8 @@ class PrefillService(RoomKeeper[_Room]):
         leg = self._validated_leg(request)
         if leg.room in self._rooms and self.transfers.find(leg.room) is None:  # its last write outlives its record
             raise RoomInUse(f"room {leg.room} has not ended yet", room=leg.room)
+        if leg.room not in self._rooms:
+            self._make_way_or_tell(leg)
         now = time.monotonic()
         deadline_s = now + request.timeout_s
         digest = digest_prompt(request.prompt)
@@ -145,10 +133,19 @@ class PrefillService(RoomKeeper[_Room]):
             raise
         self._start(leg, parent)
 
+    def _make_way_or_tell(self, leg: GenerationRequest) -> None:
+        """Raises as `_make_way`. A decode that has offered memory already hears of it: no request will follow."""
+        try:
+            self._make_way(leg)
+        except CapacityExceeded as full:
+            if leg.room in self._offered:
+                self.abandon(leg.room, full)
+            raise
+
     def _start(self, leg: GenerationRequest, parent: Context, refusal: Coroutine[Any, Any, None] | None = None) -> None:
         number = leg.room
         trace = RoomTrace(SpanName.PREFILL, number, parent, prompt_tokens=len(leg.prompt), rid=leg.rid)
-        room = self._rooms[number] = _Room(leg, trace, asyncio.get_running_loop().create_future())
+        room = self._rooms[number] = Room(leg, trace, asyncio.get_running_loop().create_future())
         offered = self._offered.pop(number, None)
         if offered is not None:
             room.offered.set_result(offered)
@@ -169,10 +166,10 @@ class PrefillService(RoomKeeper[_Room]):
             raise
         if known is None or known.offer is None:
             reports = Reports(number, self.instance, self._receivers, receiver, offer.ticket)
-            self._take_offer(number, _Offered(destination, reports))
+            self._take_offer(number, Offered(destination, reports, now))
         return transfer.state
 
-    def _take_offer(self, number: BootstrapRoom, offered: _Offered) -> None:
+    def _take_offer(self, number: BootstrapRoom, offered: Offered) -> None:
         room = self._rooms.get(number)
         if room is None:
             self._offered[number] = offered
@@ -217,39 +214,47 @@ class PrefillService(RoomKeeper[_Room]):
 
     # --- the life of a room ---
 
-    async def _hand_off(self, room: _Room) -> None:
+    async def _hand_off(self, room: Room) -> None:
         if is_fake(room.request.bootstrap):
             await self._compute_only(room)
+        elif self._handshake_only:
+            await self._pretend(room)
         else:
-            await self._meet_and_hand_off(room)
+            await self._compute_and_hand_off(room)
 
-    async def _compute_only(self, room: _Room) -> None:
+    async def _compute_only(self, room: Room) -> None:
         """A fake room: what an offer of nothing asks for is computed, and nothing moves."""
         number, now = room.request.room, time.monotonic()
         offer = offer_of_nothing(self.instance, room.request)
         self.transfers.join_offer(number, offer, deadline_s=now + room.request.timeout_s, now=now)
         room.trace.enter(SpanName.COMPUTE_WAIT)
-        await self._scheduler.compute_only(Sequence(room.request))
+        room.job = self._scheduler.enqueue(Sequence(room.request))
+        await room.job.computed()
 
-    async def _meet_and_hand_off(self, room: _Room) -> None:
-        room.trace.enter(SpanName.BOOTSTRAP_WAIT)
-        async with self._announced(room.request.room):
-            offered = await room.offered
-        if self._handshake_only:
-            await self._pretend(room, offered)
-            return
+    async def _compute_and_hand_off(self, room: Room) -> None:
+        """It may be computed before it is known where its pages go; nothing is read of it until then."""
+        room.job = self._scheduler.expect(Sequence(room.request), self._optimistic_attempts)
+        offered = await self._offer_for(room)
         room.trace.enter(SpanName.COMPUTE_WAIT)
-        room.handover = await self._begin(room, offered)
+        self._scheduler.promise(room.job)
+        await room.job.turn.wait()
+        room.handover = await self._begin(room, room.job, offered)
         await room.handover.carry_out()
 
-    async def _pretend(self, room: _Room, offered: _Offered) -> None:
+    async def _offer_for(self, room: Room) -> Offered:
+        room.trace.enter(SpanName.BOOTSTRAP_WAIT)
+        async with self._announced(room.request.room):
+            return await room.offered
+
+    async def _pretend(self, room: Room) -> None:
         """Nobody will read these pages: they are neither computed nor written, and said to be there."""
+        offered = await self._offer_for(room)
         self.transfers.advance(room.request.room, TransferState.TRANSFERRING, time.monotonic())
         room.trace.enter(SpanName.COMMIT)
         await offered.reports.success(Progress(1, len(offered.destination.offer.pages), 0))
 
-    async def _begin(self, room: _Room, offered: _Offered) -> Handover:
-        """Takes a metadata slot and a place in the compute queue."""
+    async def _begin(self, room: Room, job: Job, offered: Offered) -> Handover:
+        """Takes a metadata slot. Who has one has pages already, so it waits for nobody who waits for a slot."""
         number, destination, offer = room.request.room, offered.destination, offered.destination.offer
         planner = ChunkPlanner(number, offer.prompt_tokens, self._source.page_size, offer.decode_prefix_len)
         await self._free_slots.acquire()
@@ -258,42 +263,42 @@ class PrefillService(RoomKeeper[_Room]):
             raise InternalError("the semaphore and the metadata slots disagree")
         digest = None if self._new_digest is None else self._new_digest()
         sender = KVSender(number, self._source, destination, self._metadata, slot, digest)
-        job = self._scheduler.enqueue(Sequence(room.request))
         return Handover(
             number, room.trace, job, slot, sender, planner, offered.reports, self._receivers, self.transfers
         )
 
-    async def _conclude(self, room: _Room, error: PdError | None) -> None:
+    async def _conclude(self, room: Room, error: PdError | None) -> None:
         if error is None:
             self._end(room, None)
-            await self._release(room.handover)
+            await self._release(room)
         else:
             if not room.decode_decides:
                 self._end(room, error)
-            error, _ = await asyncio.gather(_agreed(room.reports, error), self._release(room.handover))
+            error, _ = await asyncio.gather(_agreed(room.reports, error), self._release(room))
             self._end(room, error)
         room.trace.end(error)
         del self._rooms[room.request.room]
 
-    def _end(self, room: _Room, error: PdError | None) -> None:
+    def _end(self, room: Room, error: PdError | None) -> None:
         """For the record and for the client; an end that either has seen already stays as it is."""
         number = room.request.room
         if error is not None:
             self._fail(number, error)
             return
         self.transfers.advance(number, TransferState.SUCCESS, time.monotonic())
-        cached_tokens = 0 if room.handover is None else room.handover.job.cached_tokens
+        cached_tokens = 0 if room.job is None else room.job.cached_tokens
         usage = Usage(len(room.request.prompt), 1, cached_tokens)
         self._hub.publish([Output(number, finish=FinishReason.HANDED_OFF, usage=usage)])
 
-    async def _release(self, handover: Handover | None) -> None:
+    async def _release(self, room: Room) -> None:
         """Waits until nothing is written or read any more, then gives pages and slot back."""
-        if handover is None:
-            return
-        await handover.sender.abort()
-        await self._scheduler.release(handover.job)
-        self._metadata.free(handover.slot)
-        self._free_slots.release()
+        if room.handover is not None:
+            await room.handover.sender.abort()
+        if room.job is not None:
+            await self._scheduler.release(room.job)
+        if room.handover is not None:
+            self._metadata.free(room.handover.slot)
+            self._free_slots.release()
 
     async def tend(self, now: float) -> None:
         for receiver in self._receivers.unheld(now):
@@ -302,10 +307,13 @@ class PrefillService(RoomKeeper[_Room]):
             self._tasks.start(f"end of the registration of {receiver.instance.instance_id}", ending)
 
     def _validated_leg(self, request: GenerationRequest) -> GenerationRequest:
-        """Prefill's own leg: one token, whatever the client wants of the answer."""
+        if request.bootstrap is None:
+            raise InvalidRequest(
+                "bootstrap_host is required here: the host of the prefill's Bootstrap service (a router fills it in)",
+                field="bootstrap_host",
+            )
         validate_request(request, self._engine.limits, holds_answer=False)
-        sampling = replace(request.sampling, max_new_tokens=1)
-        return replace(request, sampling=sampling)
+        return own_leg(request)
 
 
 async def _refused(error: PdError) -> None:

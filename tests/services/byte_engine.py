@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pd_common.engine.batch import Batch, BatchItem
@@ -16,6 +17,7 @@ from pd_common.generation import GenerationRequest
 from pd_common.handoff.chunk import PoolBuffers
 from pd_common.handoff.digest import PageDigest
 from pd_common.kv.pages import PageAllocator
+from pd_common.kv.prefix import PrefixCache
 from pd_common.transport.base import MemoryRegion
 from pd_common.transport.fake import is_fake
 from pd_common.types import BufferKind, BufferSpec, KvLayout, PageIndices
@@ -79,6 +81,13 @@ class BytePool:
         for index, array in enumerate(self.arrays):
             array[pages[at // PAGE_SIZE], at % PAGE_SIZE] = _marks(index, at, tokens)[:, None]
 
+    def save(self, pages: Sequence[int]) -> torch.Tensor:
+        return torch.from_numpy(np.stack([array[list(pages)] for array in self.arrays], axis=1))
+
+    def load(self, copy: torch.Tensor, pages: Sequence[int]) -> None:
+        for index, array in enumerate(self.arrays):
+            array[list(pages)] = copy[:, index].numpy()
+
     def holds(self, pages: NDArray[np.int64], tokens: tuple[int, ...], zeros: int = 0) -> bool:
         """Whether `pages` are these tokens', from position 0 on; the first `zeros` of them have zeros for marks."""
         at = np.arange(len(tokens))
@@ -100,6 +109,7 @@ class ByteEngine:
 
     def __init__(self, num_pages: int, width: int = 1) -> None:
         self.pages = PageAllocator(num_pages)
+        self.prefixes = PrefixCache(self.pages, PAGE_SIZE)
         self.pool = BytePool(num_pages, width)
         self.layout = layout(width)
         self.limits = Limits(context_length=4096, pool_tokens=num_pages * PAGE_SIZE, vocab_size=100_000)
@@ -116,6 +126,14 @@ class ByteEngine:
     async def zero_pages(self, pages: PageIndices) -> None:
         await self.gate.wait()
         self.pool.fill(pages, 0)
+
+    async def save_pages(self, pages: Sequence[int]) -> torch.Tensor:
+        await self.gate.wait()
+        return self.pool.save(pages)
+
+    async def load_pages(self, copy: torch.Tensor, pages: Sequence[int]) -> None:
+        await self.gate.wait()
+        self.pool.load(copy, pages)
 
     def validate(self, request: GenerationRequest) -> None:
         validate_request(request, self.limits)

@@ -14,7 +14,8 @@ from pd_common.control.outputs import OutputHub
 from pd_common.control.server import ControlServer
 from pd_common.generation import FinishReason, GenerationRequest, Output, Usage
 from pd_common.types import BootstrapAddress, BootstrapRoom, Role
-from services.router.policy import LeastRooms, Pair
+from services.router.policy import LeastLoaded
+from services.router.route import Route
 from services.router.worker import Worker
 from tests.control.fake_rooms import FakeModel, FakeRooms
 from tests.control.serving import LOOPBACK
@@ -102,16 +103,17 @@ async def until_lost(worker: Worker, changed: asyncio.Event) -> None:
         changed.clear()
 
 
-def prove(pair: Pair) -> None:
+def prove(route: Route) -> None:
     """As if a room had gone through."""
-    assert pair.lives is not None
-    pair.note_probe(pair.lives, None)
+    assert route.lives is not None
+    route.note_probe(route.lives, None)
 
 
 class Cluster:
-    """Engine servers and a router's workers for them, all connected; no pair is proven before `prove_all`."""
+    """Engine servers and a router's workers for them, all connected; no route is proven before `prove_all`."""
 
-    def __init__(self, prefills: int = 1, decodes: int = 1) -> None:
+    def __init__(self, prefills: int = 1, decodes: int = 1, min_prompt_tokens: int = 0) -> None:
+        self._min_prompt_tokens = min_prompt_tokens
         self.changed = asyncio.Event()
         self.prefill_servers = [EngineServer() for _ in range(prefills)]
         self.decode_servers = [EngineServer() for _ in range(decodes)]
@@ -126,15 +128,15 @@ class Cluster:
         ]
         self.decodes = [Worker(Role.DECODE, engine.address, self.changed, dial_plain) for engine in self.decode_servers]
         self.workers = [*self.prefills, *self.decodes]
-        self.policy = LeastRooms(self.prefills, self.decodes)
+        self.policy = LeastLoaded(self.prefills, self.decodes, self._min_prompt_tokens)
         self._runs = [asyncio.create_task(worker.run()) for worker in self.workers]
         for worker in self.workers:
             await until_live(worker, self.changed)
 
     def prove_all(self) -> None:
-        """As if a room had gone through every pair."""
-        for pair in self.policy.pairs:
-            prove(pair)
+        """As if a room had gone through every route."""
+        for route in self.policy.routes:
+            prove(route)
 
     async def stop(self) -> None:
         for run in self._runs:

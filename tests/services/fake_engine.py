@@ -1,9 +1,12 @@
-"""An engine whose steps end when a test says so, over real pages."""
+"""An engine whose steps and copies end when a test says so, over real pages."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
+
+import torch
 
 from pd_common.engine.batch import Batch
 from pd_common.engine.sampler import SampledToken
@@ -43,12 +46,27 @@ class FakeEngine:
         self.pages = PageAllocator(num_pages)
         self.prefixes = PrefixCache(self.pages, PAGE_SIZE)
         self.pool = SimpleNamespace(page_size=PAGE_SIZE)
+        self.may_copy = asyncio.Event()
+        self.may_copy.set()
+        self.copy_failure: Exception | None = None
+        self.loaded: list[tuple[list[int], list[int]]] = []
+        """Of each copy that came back: the pages it was made of, and those it went to."""
         self._steps: asyncio.Queue[Step] = asyncio.Queue()
 
     async def step(self, batch: Batch) -> tuple[SampledToken, ...]:
         step = Step(batch)
         self._steps.put_nowait(step)
         return await step.result
+
+    async def save_pages(self, pages: Sequence[int]) -> torch.Tensor:
+        await self.may_copy.wait()
+        if self.copy_failure is not None:
+            raise self.copy_failure
+        return torch.tensor(pages)
+
+    async def load_pages(self, copy: torch.Tensor, pages: Sequence[int]) -> None:
+        await self.may_copy.wait()
+        self.loaded.append((copy.tolist(), list(pages)))
 
     async def next_step(self) -> Step:
         """The step that the scheduler has begun, or begins next."""

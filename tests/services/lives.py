@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +14,10 @@ from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.outputs import OutputHub
 from pd_common.control.registry import Registry
 from pd_common.control.status_servicer import TransferStatusServicer
+from pd_common.control.waiting import WaitingLimits
 from pd_common.engine.engine import Engine
+from pd_common.engine.request import Sequence
+from pd_common.generation import GenerationRequest, SamplingParams
 from pd_common.handoff.canary import CanaryMemory
 from pd_common.handoff.deadlines import Timeouts
 from pd_common.handoff.metadata import MetadataBuffers
@@ -22,11 +25,16 @@ from pd_common.handoff.table import TransferTable
 from pd_common.kv.prefix import PrefixCache
 from pd_common.transport.base import Transport
 from pd_common.transport.loopback import Faults, LoopbackNetwork, LoopbackTransport
-from pd_common.types import Instance, Role
+from pd_common.types import BootstrapRoom, Instance, Role
+from services.decode.answering import Answering
 from services.decode.drain import Drain
+from services.decode.handoff import Handoff
+from services.decode.host_copies import HostCopies
+from services.decode.memory import DecodeMemory
 from services.decode.pairing import OwnMemory
 from services.decode.prefills import Prefills
 from services.decode.queues import PreallocQueue
+from services.decode.refetch import Refetch
 from services.decode.scheduler import DecodeScheduler
 from services.decode.service import DecodeService
 from services.prefill.receivers import Receivers
@@ -38,8 +46,24 @@ from tests.services.byte_engine import ByteEngine
 from tests.services.two_ways import TwoWays
 
 GENEROUS = Timeouts(bootstrap_s=300.0, waiting_s=300.0)
+NO_LIMITS = WaitingLimits(max_queued=0, queue_timeout_s=300.0)
 
 _epochs = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How a decode lets answers grow, and what may wait."""
+
+    reserved_tokens: int = 512
+    host_pages: int = 1024
+    chunk_tokens: int = 8
+    retract_every: int = 0
+    keeps_prefixes: bool = True
+    limits: WaitingLimits = NO_LIMITS
+
+
+USUAL = Growth()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +101,7 @@ class PrefillLife:
         self.hub = OutputHub()
         self.transfers = TransferTable(Role.PREFILL, retention_s, 1000, timeouts)
         self.prefixes = PrefixCache(self.engine.pages, self.engine.pool.page_size)
-        self.scheduler = PrefillScheduler(engine, self.prefixes, chunk_tokens, max_running=slots)
+        self.scheduler = PrefillScheduler(engine, self.prefixes, chunk_tokens, max_running=slots, audited=True)
         self.service = PrefillService(
             self.instance,
             engine,
@@ -86,6 +110,7 @@ class PrefillLife:
             self.metadata,
             self.transfers,
             self.hub,
+            NO_LIMITS,
             new_digest=self.engine.pool.new_digest,
         )
         self.receivers = Receivers(
@@ -129,6 +154,7 @@ class DecodeLife:
         retention_s: float,
         real: Real | None = None,
         timeouts: Timeouts = GENEROUS,
+        growth: Growth = USUAL,
     ) -> None:
         self.instance = Instance(f"decode-{(epoch := next(_epochs))}", epoch) if real is None else real.instance
         self.engine = ByteEngine(pages, 1 if real is None else real.width)
@@ -141,20 +167,45 @@ class DecodeLife:
             self.transport.register(region)
         self.hub = OutputHub()
         self.transfers = TransferTable(Role.DECODE, retention_s, 1000, timeouts)
-        self.prealloc = PreallocQueue(self.engine.pages, self.metadata)
-        self.scheduler = DecodeScheduler(engine, self.hub, max_running=slots)
-        self.drain = Drain(self.prealloc.release, dial_plain)
-        self.service = DecodeService(
+        page_size = self.engine.pool.page_size
+        self.prefixes = PrefixCache(self.engine.pages, page_size, keeps=growth.keeps_prefixes)
+        self.memory = DecodeMemory(self.prefixes, self.metadata, page_size)
+        self.queue = PreallocQueue(self.memory, rows=slots, reserved_tokens=growth.reserved_tokens)
+        self.copies = HostCopies(engine, growth.host_pages)
+        self.scheduler = DecodeScheduler(
+            engine,
+            self.memory,
+            self.hub,
+            self.copies,
+            max_running=slots,
+            chunk_tokens=growth.chunk_tokens,
+            retract_every=growth.retract_every,
+            audit=self.memory.check_integrity,
+        )
+        self.handoff = Handoff(
             self.instance,
             engine,
-            self.scheduler,
-            self.prealloc,
-            self.drain,
+            self.queue,
             self.engine.pool.buffers,
             self.metadata,
             self.transfers,
-            self.hub,
             new_digest=self.engine.pool.new_digest,
+        )
+        self.answering = Answering(engine, self.scheduler, self.memory, self.queue, self.copies, self.hub)
+        self.drain = Drain(self.queue.take_back, dial_plain)
+        self.service = DecodeService(
+            self.instance,
+            engine,
+            self.memory,
+            self.queue,
+            self.handoff,
+            self.answering,
+            self.drain,
+            self.metadata,
+            self.copies,
+            self.transfers,
+            self.hub,
+            growth.limits,
         )
         self.servicers: dict[str, Any] = {
             "transfer_status": TransferStatusServicer(self.service),
@@ -168,20 +219,34 @@ class DecodeLife:
         own = OwnMemory(self.instance, address, self.engine.layout, pool, self.regions, self.metadata, self.canaries)
         self.prefills = Prefills(own, self.transport, self.service.prefill_lost, self.service.proven, dial_plain)
         self.service.use(self.prefills)
+        self.refetch = Refetch(self.service, self.handoff, self.prefills, None)
+        self.answering.use(self.refetch.again)
 
     def works(self) -> tuple[Coroutine[Any, Any, None], ...]:
         return self.scheduler.run(), self.service.reap()
 
+    def fill(self) -> Callable[[], None]:
+        """Takes all pages that can be had; gives what gives them back."""
+        tokens = self.memory.pages_available * self.memory.page_size
+        sampling = SamplingParams(max_new_tokens=1)
+        request = GenerationRequest("filler", BootstrapRoom(1), None, (0,) * tokens, sampling)
+        allocation = self.memory.allocate(Sequence(request), 0, slot=False)
+        assert allocation is not None
+        return lambda: self.queue.release(allocation)
+
     def assert_untouched(self) -> None:
-        """Nothing is held, nothing is remembered as running."""
+        """Nothing is held, nothing is remembered as running; what is cached can be had."""
         status = self.service.pool_status()
-        assert (status.pages_quarantined, status.slots_quarantined) == (0, 0)
-        assert (status.pages_free, status.slots_free, status.live_rooms) == (status.pages_total, status.slots_total, 0)
-        assert [turn for _, turn in self.prealloc._waiting if not turn.cancelled()] == []
-        assert (self.scheduler._answers, self.transfers.live(), self.hub._owner) == ([], [], {})
-        self.engine.pages.check_integrity()
+        assert (status.pages_quarantined, status.slots_quarantined, status.pages_on_host) == (0, 0, 0)
+        whole = (status.pages_free + status.pages_cached, status.slots_free, status.live_rooms)
+        assert whole == (status.pages_total, status.slots_total, 0)
+        assert (status.requests_queued, status.requests_retracted, self.queue.waiting) == (0, 0, 0)
+        assert (self.scheduler.running, self.transfers.live(), self.hub._owner) == (0, [], {})
+        assert (set(self.memory.held), [leg for leg in self.refetch._legs if not leg.done()]) == (set(), [])
+        self.memory.check_integrity()
 
     async def close(self) -> None:
+        await self.refetch.close()
         await self.prefills.close()
         await self.drain.close()
         await self.transport.close()

@@ -30,7 +30,7 @@ from pd_common.transport.loopback import Faults, LoopbackNetwork
 from pd_common.types import BootstrapAddress, BootstrapRoom, RankInfo, RankPosition, Role
 from tests.control.serving import DATA_PLANE, LOOPBACK
 from tests.services.byte_engine import answer_tokens
-from tests.services.lives import GENEROUS, DecodeLife, Life, PrefillLife, Real
+from tests.services.lives import GENEROUS, USUAL, DecodeLife, Growth, Life, PrefillLife, Real
 from tests.services.tap import Tap
 
 
@@ -190,6 +190,7 @@ class Pair:
         chunk_tokens: int = 8,
         retention_s: float = 60.0,
         timeouts: Timeouts = GENEROUS,
+        growth: Growth = USUAL,
         new_transport: Callable[[], Transport] | None = None,
     ) -> None:
         """Over loopback, unless another transport is given: then nothing can be made to go wrong by `faults`."""
@@ -198,7 +199,9 @@ class Pair:
         self.prefill = PrefillLife(
             self.network, prefill_pages, prefill_slots, chunk_tokens, retention_s, real[Role.PREFILL], timeouts
         )
-        self.decode = DecodeLife(self.network, decode_pages, decode_slots, retention_s, real[Role.DECODE], timeouts)
+        self.decode = DecodeLife(
+            self.network, decode_pages, decode_slots, retention_s, real[Role.DECODE], timeouts, growth
+        )
         self.at_prefill, self.at_decode = Node(self.prefill), Node(self.decode)
 
     async def start(self) -> None:
@@ -229,11 +232,15 @@ class Pair:
 
     async def assert_answered(self, request: GenerationRequest) -> None:
         """The whole answer on decode, and a handoff on prefill."""
+        await self.assert_decoded(request)
+        handed_off = await self.at_prefill.client.outputs(request.room)
+        assert [output.finish for output in handed_off] == [FinishReason.HANDED_OFF]
+
+    async def assert_decoded(self, request: GenerationRequest) -> None:
+        """The whole answer."""
         outputs = await self.at_decode.client.outputs(request.room)
         expected = answer_tokens(len(request.prompt), request.sampling.max_new_tokens)
         assert (tuple(token for output in outputs for token in output.token_ids), outputs[-1].error) == (expected, None)
-        handed_off = await self.at_prefill.client.outputs(request.room)
-        assert [output.finish for output in handed_off] == [FinishReason.HANDED_OFF]
 
     async def serve(self, room: int, **options: Any) -> None:
         """A room that nothing happens to."""
@@ -252,7 +259,12 @@ class Pair:
         await self.at_decode.client.assert_each_ended_once()
 
     def unfinished(self) -> list[asyncio.Task[None]]:
-        works = (self.prefill.service._tasks, self.decode.service._tasks, self.decode.drain._tasks)
+        works = (
+            self.prefill.service._tasks,
+            self.decode.service._tasks,
+            self.decode.drain._tasks,
+            self.decode.refetch._legs,
+        )
         return [task for tasks in works for task in tasks if not task.done()]
 
     async def stop(self) -> None:

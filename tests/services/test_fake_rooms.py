@@ -142,7 +142,7 @@ async def test_a_decode_that_came_first_and_means_a_real_room_is_told(pair: Pair
 @pytest.fixture
 async def still_pair() -> AsyncIterator[Pair]:
     still = Pair(new_transport=FakeTransport)
-    still.prefill.service._handshake_only = still.decode.service._handshake_only = True
+    still.prefill.service._handshake_only = still.decode.handoff._handshake_only = True
     async with running(still) as pair:
         yield pair
 

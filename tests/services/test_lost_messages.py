@@ -122,13 +122,13 @@ async def test_prefill_learns_that_a_room_is_given_up_before_it_was_offered(
     pair: Pair, fault: Callable[..., Rule]
 ) -> None:
     struck = PROOF.spoil(pair, fault)
-    everything = await pair.decode.prealloc.acquire(pair.decode.engine.pages.num_pages)
+    give_back = pair.decode.fill()
     await pair.submit(pair.request(ROOM))
-    await until(lambda: bool(pair.decode.prealloc._waiting))
+    await until(lambda: bool(pair.decode.queue.waiting))
     await pair.at_decode.client.abort(ROOM)
     assert isinstance(await pair.at_prefill.client.failure(ROOM), RoomAborted)
     assert struck.is_set()
-    pair.decode.prealloc.release(everything)
+    give_back()
 
 
 async def test_a_proof_that_another_process_gives_is_none(pair: Pair) -> None:

@@ -11,7 +11,9 @@ from pd.v1 import transfer_status_pb2, types_pb2
 
 from pd_common.errors import InternalError, RoomAborted
 from pd_common.handoff.state import TransferState
-from services.decode.queues import Allocation, PreallocQueue
+from pd_common.types import BootstrapAddress
+from services.decode.memory import Allocation
+from services.decode.queues import PreallocQueue
 from tests.services.byte_engine import Gate
 from tests.services.pair import Client, Pair, running, soon, state_reached, until
 from tests.services.tap import Rule, answer_held, answer_lost, held, lost, twice
@@ -99,15 +101,14 @@ async def before_pairing(pair: Pair, gate: Gate) -> GoOn:
 
 
 async def waiting_for_memory(pair: Pair, gate: Gate) -> GoOn:
-    prealloc = pair.decode.prealloc
-    everything = await prealloc.acquire(pair.decode.engine.pages.num_pages)
+    queue, give_back = pair.decode.queue, pair.decode.fill()
 
-    async def acquire(num_pages: int) -> Allocation:
+    async def acquire(*args: Any, **options: Any) -> Allocation:
         gate.reached.set()
-        return await PreallocQueue.acquire(prealloc, num_pages)
+        return await PreallocQueue.acquire(queue, *args, **options)
 
-    prealloc.acquire = acquire  # type: ignore[method-assign]
-    return lambda: prealloc.release(everything)
+    queue.acquire = acquire  # type: ignore[method-assign]
+    return give_back
 
 
 async def test_a_prefill_with_two_names_is_one_prefill(pair: Pair) -> None:
@@ -116,7 +117,7 @@ async def test_a_prefill_with_two_names_is_one_prefill(pair: Pair) -> None:
     await pair.submit(first)
     await soon(gate.reached.wait())
     second = pair.request(NEXT)
-    second = replace(second, bootstrap=replace(second.bootstrap, host="localhost"))
+    second = replace(second, bootstrap=BootstrapAddress("localhost", pair.at_prefill.port))
     await pair.submit(second)
     await state_reached(pair.prefill.transfers, NEXT, TransferState.WAITING_FOR_INPUT)
     gate.set()

@@ -11,7 +11,8 @@ from pd_common.engine.engine import Engine
 from pd_common.engine.request import Sequence
 from pd_common.engine.sampler import SampledToken
 from pd_common.errors import InternalError
-from services.prefill.scheduler import ChunkDone, Job, PrefillScheduler
+from services.prefill.job import ChunkDone, Job
+from services.prefill.scheduler import PrefillScheduler
 from tests.control.serving import make_request
 from tests.services.fake_engine import PAGE_SIZE, FakeEngine
 

@@ -14,16 +14,19 @@ from pd_common.handoff.state import Progress, Transfer, TransferState
 from pd_common.transport.fake import FAKE_BOOTSTRAP_HOST
 from pd_common.types import BootstrapAddress, BootstrapRoom
 from tests.services.byte_engine import PAGE_SIZE, Gate
+from tests.services.lives import Growth
 from tests.services.pair import Pair, running, soon, state_reached, turns
 
 FIRST, NEXT, LARGE = 7, 8, 9
 SHARED = tuple(range(5000, 5018))
 WHOLE_PAGES = len(SHARED) // PAGE_SIZE
+FORGETFUL = Growth(keeps_prefixes=False)
+"""A decode that remembers no prompt, so that everything is sent to it."""
 
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
-    async with running(Pair()) as pair:
+    async with running(Pair(growth=FORGETFUL)) as pair:
         yield pair
 
 
@@ -60,7 +63,7 @@ async def test_prompts_of_another_salt_are_computed(pair: Pair) -> None:
 
 
 async def test_many_rooms_with_the_same_prompt_at_once() -> None:
-    async with running(Pair(prefill_pages=14, decode_pages=40)) as pair:
+    async with running(Pair(prefill_pages=14, decode_pages=40, growth=FORGETFUL)) as pair:
         prompt = sharing(pair, FIRST).prompt
         requests = [replace(pair.request(room), prompt=prompt) for room in range(1, 8)]
         for request in requests:
@@ -99,7 +102,7 @@ async def progress_reached(pair: Pair, room: int, pages: int) -> Progress:
 
 async def test_shared_pages_that_are_being_read_are_not_given_up() -> None:
     """I3: the room is aborted, its write of cached pages is slow, and the next prompt wants the whole pool."""
-    async with running(Pair(prefill_pages=8, decode_pages=40)) as pair:
+    async with running(Pair(prefill_pages=8, decode_pages=40, growth=FORGETFUL)) as pair:
         await served(pair, sharing(pair, FIRST))
         writing = pair.faults.hold = Gate()
         await pair.submit(sharing(pair, NEXT))

@@ -12,7 +12,7 @@ from pd.v1 import transfer_status_pb2, transfer_status_pb2_grpc
 
 from pd_common.control import convert
 from pd_common.errors import PeerLost
-from pd_common.types import BootstrapRoom
+from pd_common.types import BootstrapAddress, BootstrapRoom
 from services.decode import prefills
 from services.decode.pairing import Prefill
 from tests.services.byte_engine import Gate
@@ -115,7 +115,7 @@ async def test_two_names_of_one_prefill_that_are_met_at_once_make_one_pairing(pa
     gate = Gate()
     pair.at_prefill.tap.rules["RegisterReceiver"] = held(gate)
     first, second = pair.request(ROOM), pair.request(NEXT)
-    second = replace(second, bootstrap=replace(second.bootstrap, host="localhost"))
+    second = replace(second, bootstrap=BootstrapAddress("localhost", pair.at_prefill.port))
     await pair.submit(first)
     await pair.submit(second)
     await soon(gate.reached.wait())

@@ -43,6 +43,7 @@ REQUEST = ClientRequest(
     top_logprobs=2,
     timeout_s=30.0,
     cache_salt=b"tenant",
+    priority=-3,
 )
 ROOM = BootstrapRoom(2**60 + 1)
 
@@ -94,7 +95,7 @@ async def test_both_legs_get_the_same_request_and_decodes_answer_is_relayed(
     assert to_prefill.bootstrap == prefill.address
     assert (to_prefill.rid, to_prefill.prompt, to_prefill.sampling) == ("mine", (1, 2, 3), REQUEST.sampling)
     assert (to_prefill.return_logprob, to_prefill.top_logprobs, to_prefill.timeout_s) == (True, 2, 30.0)
-    assert to_prefill.cache_salt == b"tenant"
+    assert (to_prefill.cache_salt, to_prefill.priority) == (b"tenant", -3)
     decode.publish(piece(room, 10))
     assert await answer.next_piece() == piece(room, 10)
     prefill.publish(handed_off(room))

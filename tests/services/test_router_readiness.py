@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +23,14 @@ from pd_common.types import BootstrapAddress, BootstrapRoom, Role
 from services.router import probe as probes
 from services.router import worker as workers
 from services.router.dispatch import Dispatcher
-from services.router.policy import LeastRooms, Pair
+from services.router.policy import LeastLoaded
 from services.router.probe import Prober
+from services.router.route import Route
 from services.router.worker import Worker
-from tests.control.fake_rooms import MODEL, FakeModel, FakeRooms
+from tests.control.fake_rooms import IDLE, MODEL, FakeModel, FakeRooms
 from tests.control.serving import LOOPBACK, serving
 from tests.services.engine_server import Cluster, EngineServer, ending, piece, prove, soon, until_live, until_lost
+from tests.services.pair import until
 
 ROOM = BootstrapRoom(1)
 REQUEST = ClientRequest(prompt=(1, 2, 3), sampling=SamplingParams(max_new_tokens=4))
@@ -70,15 +73,19 @@ class Router:
         await self.control.stop(grace_s=0.0)
 
 
-Make = Callable[[int, int], Awaitable[Router]]
+Make = Callable[..., Awaitable[Router]]
+
+
+def picked(policy: LeastLoaded, bootstrap: BootstrapAddress | None = None) -> Route:
+    return policy.choose(replace(REQUEST, bootstrap=bootstrap)).routes[0]
 
 
 @pytest.fixture
 async def make() -> AsyncIterator[Make]:
     made: list[Router] = []
 
-    async def make(prefills: int, decodes: int) -> Router:
-        cluster = Cluster(prefills, decodes)
+    async def make(prefills: int, decodes: int, min_prompt_tokens: int = 0) -> Router:
+        cluster = Cluster(prefills, decodes, min_prompt_tokens)
         await cluster.start()
         router = Router(cluster)
         await router.start()
@@ -96,45 +103,45 @@ def answer_all(*engines: EngineServer) -> None:
         engine.answer_all(piece(ROOM, 1), ending(ROOM, 2))
 
 
-# --- LeastRooms ---
+# --- which pair is picked ---
 
 
 async def test_the_worker_with_the_fewest_rooms_is_picked_and_the_first_among_equals(make: Make) -> None:
     router = await make(2, 2)
     cluster, policy = router.cluster, router.policy
     cluster.prove_all()
-    assert policy.pick(None).prefill is cluster.prefills[0]
+    assert picked(policy).prefill is cluster.prefills[0]
     cluster.prefills[0].open(ROOM, lambda _: None)
-    pair = policy.pick(None)
+    pair = picked(policy)
     assert (pair.prefill, pair.decode) == (cluster.prefills[1], cluster.decodes[0])
     cluster.decodes[0].open(ROOM, lambda _: None)
-    pair = policy.pick(None)
+    pair = picked(policy)
     assert (pair.prefill, pair.decode) == (cluster.prefills[1], cluster.decodes[1])
     cluster.prefills[0].close(ROOM)
     cluster.decodes[0].close(ROOM)
-    assert policy.pick(None).prefill is cluster.prefills[0]
+    assert picked(policy).prefill is cluster.prefills[0]
 
 
 async def test_only_a_pair_that_is_proven_is_picked_however_few_rooms_others_have(make: Make) -> None:
     router = await make(2, 2)
     cluster, policy = router.cluster, router.policy
-    unproven, proven, *_ = policy.pairs
+    unproven, proven, *_ = policy.routes
     with pytest.raises(NoWorkers, match="no usable pair"):
-        policy.pick(None)
+        picked(policy)
     prove(proven)
-    for worker in (proven.prefill, proven.decode):
+    for worker in proven.workers:
         worker.open(ROOM, lambda _: None)
-    assert policy.pick(None) is proven
+    assert picked(policy) is proven
     other = cluster.prefills[1].address
     with pytest.raises(NoWorkers, match=f"no usable pair: {other.target} with .*: not proven yet"):
-        policy.pick(other)
+        picked(policy, other)
     assert str(unproven) in router.dispatcher.not_ready_reason()
     assert str(proven) not in router.dispatcher.not_ready_reason()
 
 
 async def test_what_was_shown_for_one_life_does_not_hold_for_the_next(make: Make) -> None:
     router = await make(1, 1)
-    (pair,), (decode,) = router.policy.pairs, router.cluster.decode_servers
+    (pair,), (decode,) = router.policy.routes, router.cluster.decode_servers
     before = pair.lives
     assert before is not None
     await decode.stop()
@@ -151,9 +158,9 @@ async def test_a_prefill_can_be_asked_for_by_its_address(make: Make) -> None:
     router = await make(2, 1)
     router.cluster.prove_all()
     wanted = router.cluster.prefills[1]
-    assert router.policy.pick(wanted.address).prefill is wanted
+    assert picked(router.policy, wanted.address).prefill is wanted
     with pytest.raises(InvalidRequest) as raised:
-        router.policy.pick(BootstrapAddress("elsewhere", 1))
+        picked(router.policy, BootstrapAddress("elsewhere", 1))
     assert raised.value.metadata == {"field": "bootstrap_host"}
 
 
@@ -164,7 +171,7 @@ async def test_without_workers_the_error_says_what_is_the_matter_with_each() -> 
     changed = asyncio.Event()
     prefill = Worker(Role.PREFILL, BootstrapAddress("p", 1), changed, dial_plain)
     decode = Worker(Role.DECODE, BootstrapAddress("d", 2), changed, dial_plain)
-    dispatcher = Dispatcher(LeastRooms([prefill], [decode]))
+    dispatcher = Dispatcher(LeastLoaded([prefill], [decode]))
     assert not dispatcher.is_ready
     assert dispatcher.not_ready_reason() == "prefill p:1: not connected yet; decode d:2: not connected yet"
     with pytest.raises(
@@ -202,8 +209,46 @@ async def test_every_pair_is_proven_by_a_room_of_its_own(make: Make) -> None:
     answer_all(*router.cluster.decode_servers)
     router.probe()
     assert await router.next_health() is True
-    await soon(_all_proven(router.policy.pairs))
+    await soon(_all_proven(router.policy.routes))
     assert [prefill.rooms.submitted.qsize() for prefill in router.cluster.prefill_servers] == [3, 3]
+
+
+async def test_a_router_without_prefills_is_ready_when_a_decode_alone_has_served_a_probe(make: Make) -> None:
+    router = await make(0, 1)
+    (decode,) = router.cluster.decode_servers
+    router.probe()
+    probe = await decode.next_request()
+    assert probe.bootstrap is None
+    assert not router.dispatcher.is_ready
+    assert router.dispatcher.not_ready_reason() == f"{decode.address.target} alone: not proven yet"
+    with pytest.raises(NoWorkers, match=r"no usable decode: .* alone: not proven yet"):
+        picked(router.policy)
+    decode.publish(ending(probe.room))
+    assert await router.next_health() is True
+
+
+async def test_a_decode_is_probed_alone_only_where_prompts_may_go_to_it(make: Make) -> None:
+    every = await make(1, 1)
+    assert [route.prefill is None for route in every.policy.routes] == [False]
+    router = await make(1, 1, 64)
+    (prefill,), (decode,) = router.cluster.prefill_servers, router.cluster.decode_servers
+    router.probe()
+    probes = [await decode.next_request() for _ in range(2)]
+    assert {probe.bootstrap for probe in probes} == {None, prefill.address}
+    (through_both,) = [probe for probe in probes if probe.bootstrap is not None]
+    decode.publish(ending(through_both.room))
+    assert await router.next_health() is True, "what takes every prompt is proven"
+    assert picked(router.policy).prefill is not None, "until a decode is proven alone"
+    (alone,) = [probe for probe in probes if probe.bootstrap is None]
+    decode.publish(ending(alone.room))
+    await soon(_all_proven(router.policy.routes))
+    assert picked(router.policy).prefill is None
+
+
+async def test_a_probe_does_not_wait_behind_clients(make: Make) -> None:
+    router = await make(1, 1)
+    router.probe()
+    assert (await router.cluster.decode_servers[0].next_request()).priority == 2**31 - 1
 
 
 async def test_no_more_than_eight_pairs_are_probed_at_a_time_and_all_get_their_turn(make: Make) -> None:
@@ -217,7 +262,7 @@ async def test_no_more_than_eight_pairs_are_probed_at_a_time_and_all_get_their_t
         decode.publish(ending(room))
     for decode, room in [await soon(_any_request(decodes)) for _ in range(4)]:
         decode.publish(ending(room))
-    await soon(_all_proven(router.policy.pairs))
+    await soon(_all_proven(router.policy.routes))
 
 
 async def test_losing_the_last_worker_of_a_role_is_not_ready_until_it_is_proven_again(make: Make) -> None:
@@ -257,7 +302,7 @@ async def test_a_worker_that_came_back_is_not_described_by_its_old_trouble(make:
     await decode.start()
     router.probe()
     await decode.next_request()
-    (pair,) = router.policy.pairs
+    (pair,) = router.policy.routes
     assert router.dispatcher.not_ready_reason() == f"{pair}: not proven yet"
 
 
@@ -269,10 +314,10 @@ async def test_one_broken_worker_does_not_keep_the_others_from_being_proven(make
     answer_all(router.cluster.decode_servers[1])
     router.probe()
     assert await router.next_health() is True
-    *broken_pairs, whole = router.policy.pairs
+    *broken_pairs, whole = router.policy.routes
     assert whole.is_proven
     assert not any(pair.is_proven for pair in broken_pairs)
-    assert router.policy.pick(None) is whole
+    assert picked(router.policy) is whole
     reason = router.dispatcher.not_ready_reason()
     await soon(_all_said(router, [f"{pair}: the probe failed: always full" for pair in broken_pairs]))
     assert str(whole) not in reason
@@ -296,36 +341,36 @@ async def test_a_pair_through_which_a_room_has_failed_is_probed_again_before_it_
     router.probe()
     for decode in (first, second):
         decode.publish(ending((await decode.next_request()).room))
-    await soon(_all_proven(router.policy.pairs))
+    await soon(_all_proven(router.policy.routes))
     request = asyncio.create_task(_all_of(router, REQUEST))
     room = (await first.next_request()).room
     first.publish(failed(room, TransferFailed("no route to memory")))
     with pytest.raises(TransferFailed, match="no route to memory"):
         await soon(request)
-    assert router.policy.pick(None).decode.address == second.address
+    assert picked(router.policy).decode.address == second.address
     first.publish(ending((await first.next_request()).room))
-    await soon(_all_proven(router.policy.pairs))
-    assert router.policy.pick(None).decode.address == first.address
+    await soon(_all_proven(router.policy.routes))
+    assert picked(router.policy).decode.address == first.address
 
 
 async def test_the_only_pair_is_used_while_in_doubt_and_not_when_its_probe_has_failed(make: Make) -> None:
     router = await make(1, 1)
     router.cluster.prove_all()
-    (pair,) = router.policy.pairs
+    (pair,) = router.policy.routes
     (decode,) = router.cluster.decode_servers
     request = asyncio.create_task(_all_of(router, REQUEST))
     decode.publish(failed((await decode.next_request()).room, TransferFailed("a write failed")))
     with pytest.raises(TransferFailed):
         await soon(request)
     assert not pair.is_proven
-    assert router.policy.pick(None) is pair
+    assert picked(router.policy) is pair
     assert router.dispatcher.is_ready
     router.probe()
     decode.publish(failed((await decode.next_request()).room, TransferFailed("no route to memory")))
     await soon(_all_said(router, ["no route to memory"]))
     assert not router.dispatcher.is_ready
     with pytest.raises(NoWorkers, match="no route to memory"):
-        router.policy.pick(None)
+        picked(router.policy)
 
 
 async def test_a_probe_that_fails_in_the_same_way_again_is_logged_once(
@@ -403,9 +448,21 @@ async def test_a_worker_that_cannot_be_reached_is_logged_once(
 @pytest.mark.usefixtures("quick_beats")
 async def test_a_worker_that_has_nothing_to_say_is_live_as_long_as_it_beats(make: Make) -> None:
     router = await make(1, 1)
-    lives = router.policy.pairs[0].lives
+    lives = router.policy.routes[0].lives
     await asyncio.sleep(3 * beats.patience_s())
-    assert router.policy.pairs[0].lives == lives
+    assert router.policy.routes[0].lives == lives
+
+
+@pytest.mark.usefixtures("quick_beats")
+async def test_a_worker_says_how_much_it_has_to_do_as_long_as_it_lives(make: Make) -> None:
+    router = await make(1, 1)
+    (worker,), (decode,) = router.cluster.decodes, router.cluster.decode_servers
+    assert worker.load == IDLE
+    decode.rooms.to_do = replace(IDLE, queued=3)
+    await until(lambda: worker.load is not None and worker.load.queued == 3)
+    await decode.stop()
+    await until_lost(worker, router.cluster.changed)
+    assert worker.load is None
 
 
 class Mute(EngineGenerationServicer):
@@ -462,8 +519,8 @@ async def _any_request(servers: Sequence[EngineServer]) -> tuple[EngineServer, B
         await asyncio.sleep(0.001)
 
 
-async def _all_proven(pairs: Sequence[Pair]) -> None:
-    while not all(pair.is_proven for pair in pairs):  # noqa: ASYNC110  nothing tells of it
+async def _all_proven(routes: Sequence[Route]) -> None:
+    while not all(route.is_proven for route in routes):  # noqa: ASYNC110  nothing tells of it
         await asyncio.sleep(0)
 
 

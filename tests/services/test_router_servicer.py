@@ -55,6 +55,7 @@ async def test_everything_a_client_may_state_reaches_the_backend(backend: Script
         top_logprobs_num=2,
         timeout=convert.duration_to(2.5),
         cache_salt=b"tenant",
+        priority=-7,
     )
     async for response in stub.Generate(message):
         assert response.output.bootstrap_room == 5
@@ -69,6 +70,7 @@ async def test_everything_a_client_may_state_reaches_the_backend(backend: Script
             top_logprobs=2,
             timeout_s=2.5,
             cache_salt=b"tenant",
+            priority=-7,
         )
     ]
 
