@@ -19,7 +19,7 @@ from pd_common.telemetry import spans
 from pd_common.types import BootstrapAddress, Role
 from services.router.dispatch import Dispatcher
 from services.router.http import create_app
-from services.router.policy import LeastRooms
+from services.router.policy import LeastLoaded
 from services.router.probe import Prober
 from services.router.servicer import RouterGenerationServicer
 from services.router.worker import Worker
@@ -29,10 +29,10 @@ from services.router.worker import Worker
 @click.option(
     "--prefill",
     "prefills",
-    required=True,
     multiple=True,
     type=config.ADDRESS,
-    help="HOST:PORT of a prefill; may be repeated (PD_PREFILL: separated by blanks).",
+    help="HOST:PORT of a prefill; may be repeated (PD_PREFILL: separated by blanks). Without one decode computes "
+    "prompts too.",
     envvar="PD_PREFILL",
 )
 @click.option(
@@ -43,6 +43,12 @@ from services.router.worker import Worker
     type=config.ADDRESS,
     help="HOST:PORT of a decode; may be repeated (PD_DECODE: separated by blanks).",
     envvar="PD_DECODE",
+)
+@click.option(
+    "--disaggregation-min-prompt-tokens",
+    default=0,
+    type=click.IntRange(min=0),
+    help="Prompts with fewer tokens go to a decode alone, which computes them itself.",
 )
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 or :: for every interface.")
 @click.option(
@@ -57,8 +63,8 @@ from services.router.worker import Worker
 def main(**options: Any) -> None:
     """Serve requests: OpenAI's API and /generate on HTTP, pd.v1.Generation on gRPC.
 
-    Makes a room for each request, sends it to one prefill and one decode, and relays decode's answer. Every option is
-    also an environment variable: --http-port is PD_HTTP_PORT.
+    Makes a room for each request, sends it to one prefill and one decode or to a decode alone, and relays decode's
+    answer. Every option is also an environment variable: --http-port is PD_HTTP_PORT.
     """
     process.run(lambda: serve(**options), options["log_level"])
 
@@ -67,6 +73,7 @@ async def serve(
     *,
     prefills: tuple[BootstrapAddress, ...],
     decodes: tuple[BootstrapAddress, ...],
+    disaggregation_min_prompt_tokens: int,
     host: str,
     http_port: int,
     grpc_port: int,
@@ -82,7 +89,7 @@ async def serve(
     prefill_workers = [Worker(Role.PREFILL, address, changed, security.dial) for address in prefills]
     decode_workers = [Worker(Role.DECODE, address, changed, security.dial) for address in decodes]
     workers = [*prefill_workers, *decode_workers]
-    policy = LeastRooms(prefill_workers, decode_workers)
+    policy = LeastLoaded(prefill_workers, decode_workers, disaggregation_min_prompt_tokens)
     dispatcher = Dispatcher(policy, security.keys)
     control = server.ControlServer(
         [server.abort(AbortServicer(dispatcher)), server.generation(RouterGenerationServicer(dispatcher))], security.tls

@@ -1,10 +1,9 @@
-"""One request, two legs: a new room, the same request to prefill and decode, decode's answer back, one end for both."""
+"""One request on its route: a new room, the same request to every leg, decode's answer back, one end for all legs."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -17,29 +16,37 @@ from opentelemetry.context import Context
 from pd_common.aio import Tasks
 from pd_common.control.process import new_instance
 from pd_common.control.tickets import TicketKeys
-from pd_common.errors import ClientCancelled, NoWorkers, PdError, PeerLost, RoomAborted, RoomInUse, TransferFailed
+from pd_common.errors import (
+    CapacityExceeded,
+    ClientCancelled,
+    NoWorkers,
+    PdError,
+    PeerLost,
+    RoomAborted,
+    RoomInUse,
+    TransferFailed,
+)
 from pd_common.generation import ChatMessage, ClientRequest, GenerationRequest, ModelInfo, Output
 from pd_common.handoff.state import TransferState
 from pd_common.telemetry import spans
 from pd_common.telemetry.spans import RoomTrace, SpanName
-from pd_common.types import BootstrapRoom, Role
-from services.router.policy import LeastRooms, Pair, why_none
+from pd_common.types import BootstrapRoom, Role, new_room
+from services.router.policy import LeastLoaded
 from services.router.rooms import OpenRoom, Rooms
+from services.router.route import Route
 from services.router.worker import Sink, Worker
 
 _log = logging.getLogger(__name__)
 
-_ROOM_BITS = 53
-"""Rooms that the router makes are exact in a JSON number."""
 _TICKET_SLACK_S = 60.0
 """For clocks that differ, and for the last messages of a room that has run out of time."""
 
 
 class Dispatcher:
-    """Every room that is open here ends in one of: its last output, an error, an abort of both legs."""
+    """Every room that is open here ends in one of: its last output, an error, an abort of its legs."""
 
-    def __init__(self, policy: LeastRooms, keys: TicketKeys | None = None) -> None:
-        """With `keys` both legs of each room carry its ticket."""
+    def __init__(self, policy: LeastLoaded, keys: TicketKeys | None = None) -> None:
+        """With `keys` the legs of each room carry its ticket."""
         self.instance = new_instance("router")
         self._policy = policy
         self._keys = keys
@@ -50,11 +57,10 @@ class Dispatcher:
 
     @property
     def is_ready(self) -> bool:
-        """A request that came now would find a pair through which a real room has gone."""
-        return any(pair.is_proven or pair.is_doubted for pair in self._policy.pairs)
+        return self._policy.is_ready
 
     def not_ready_reason(self) -> str:
-        return why_none(self._policy.pairs)
+        return self._policy.why_not_ready()
 
     async def tokenize_text(self, text: str) -> tuple[int, ...]:
         return await self._any_worker().tokenize_text(text)
@@ -69,26 +75,34 @@ class Dispatcher:
         return model
 
     async def generate(self, request: ClientRequest) -> AsyncGenerator[Output, None]:
-        pair = self._policy.pick(request.bootstrap)
-        async with aclosing(self.generate_through(pair, request)) as outputs:
-            async for output in outputs:
-                yield output
+        """On the best route; where its workers refuse for want of room, in a new room on the next best, and so on."""
+        choice = self._policy.choose(request)
+        for route in choice.routes:
+            room = self._room(route, request)
+            try:
+                async with aclosing(self._answer(room, choice.reason)) as outputs:
+                    async for output in outputs:
+                        yield output
+                return
+            except CapacityExceeded:
+                if not room.refused or request.room is not None or route is choice.routes[-1]:
+                    raise
 
     # --- one request ---
 
-    async def generate_through(self, pair: Pair, request: ClientRequest) -> AsyncGenerator[Output, None]:
-        """The answer of one pair; closing the generator aborts both legs."""
-        number, lives = request.room or _new_number(), pair.lives
-        leg_request = _leg_request(number, pair, request, self._ticket(number, request.timeout_s))
-        room = OpenRoom(leg_request, (pair.prefill, pair.decode))
+    def generate_through(self, route: Route, request: ClientRequest, reason: str) -> AsyncGenerator[Output, None]:
+        """The answer of this route; closing the generator aborts all legs. `reason`: why this route, for the trace."""
+        return self._answer(self._room(route, request), reason)
+
+    def _room(self, route: Route, request: ClientRequest) -> OpenRoom:
+        """A room that is not open yet."""
+        number = request.room or new_room()
+        return OpenRoom(_leg_request(number, route, request, self._ticket(number, request.timeout_s)), route)
+
+    async def _answer(self, room: OpenRoom, reason: str) -> AsyncGenerator[Output, None]:
+        number, lives = room.number, room.route.lives
         self._rooms.add(room, time.monotonic())
-        trace = RoomTrace(
-            SpanName.ROUTE,
-            number,
-            _parent(number),
-            prefill=pair.prefill.address.target,
-            decode=pair.decode.address.target,
-        )
+        trace = _trace(room, reason)
         for leg in room.legs:
             leg.open(number, _sink(room.arrivals, leg.role))
         error: PdError | None = None
@@ -105,7 +119,7 @@ class Dispatcher:
         except PdError as failed:
             error = failed
             if isinstance(failed, TransferFailed | PeerLost):
-                pair.doubt(lives, failed.message)
+                room.route.doubt(lives, failed.message)
             raise
         finally:
             for leg in room.legs:
@@ -127,6 +141,7 @@ class Dispatcher:
         )
         for answer in reversed(answers):  # decode's word first: it knows the whole answer's needs
             if answer is not None:
+                room.refused = isinstance(answer, CapacityExceeded) and not room.aborts
                 raise answer
         trace.leave()
 
@@ -178,19 +193,15 @@ class Dispatcher:
         raise NoWorkers(f"no worker is connected: {self.not_ready_reason()}")
 
 
-def _new_number() -> BootstrapRoom:
-    return BootstrapRoom(secrets.randbelow(2**_ROOM_BITS - 1) + 1)
-
-
 def _sink(arrivals: asyncio.Queue[tuple[Role, Output]], role: Role) -> Sink:
     return lambda output: arrivals.put_nowait((role, output))
 
 
-def _leg_request(room: BootstrapRoom, pair: Pair, request: ClientRequest, ticket: bytes) -> GenerationRequest:
+def _leg_request(room: BootstrapRoom, route: Route, request: ClientRequest, ticket: bytes) -> GenerationRequest:
     return GenerationRequest(
         rid=request.rid or uuid.uuid4().hex,
         room=room,
-        bootstrap=pair.prefill.bootstrap,
+        bootstrap=None if route.prefill is None else route.prefill.bootstrap,
         prompt=request.prompt,
         sampling=request.sampling,
         return_logprob=request.return_logprob,
@@ -198,7 +209,15 @@ def _leg_request(room: BootstrapRoom, pair: Pair, request: ClientRequest, ticket
         timeout_s=request.timeout_s,
         ticket=ticket,
         cache_salt=request.cache_salt,
+        priority=request.priority,
     )
+
+
+def _trace(room: OpenRoom, reason: str) -> RoomTrace:
+    """Says which way the room takes, and why."""
+    way: dict[str, str | float] = {leg.role.value: leg.address.target for leg in room.legs}
+    way |= {"pd.disaggregated": room.route.prefill is not None, "pd.route_reason": reason}
+    return RoomTrace(SpanName.ROUTE, room.number, _parent(room.number), **way)
 
 
 def _parent(room: BootstrapRoom) -> Context:

@@ -116,7 +116,6 @@ class GenerateBody(GenerationBody):
     bootstrap_pair_key: Absent = None
     routed_dp_rank: Absent = None
     data_parallel_rank: Absent = None
-    priority: Absent = None
     extra_key: Absent = None
 
     def prompt(self) -> str | list[int]:
@@ -139,6 +138,7 @@ async def read_generate(raw: bytes, backend: Backend) -> GenerateExchange:
         return_logprob=body.return_logprob,
         top_logprobs=body.top_logprobs_num if body.return_logprob else 0,
         cache_salt=body.salt(),
+        priority=body.priority,
     )
     return GenerateExchange(request, body.stream)
 

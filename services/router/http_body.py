@@ -56,6 +56,7 @@ TopK = Annotated[int, Field(ge=-1, lt=_UINT32_END), AfterValidator(lambda k: max
 """-1 and 0 both mean: from all tokens."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=_UINT64_END), AfterValidator(lambda seed: seed % _UINT64_END)]
 """A signed seed is taken by its 64 bits."""
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Stop = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)]
 
 
@@ -81,6 +82,8 @@ class GenerationBody(Body):
     bootstrap_room: Room | None = None
     stream: bool = False
     cache_salt: str = ""
+    priority: Priority = 0
+    """Larger is more urgent: served first, and where too many wait refused last."""
 
     def salt(self) -> bytes:
         return self.cache_salt.encode()

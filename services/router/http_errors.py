@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ExceptionHandler
 
+from pd_common.control.status import retry_after_s
 from pd_common.errors import ClientCancelled, InternalError, PdError, Reason
 
 CLIENT_CLOSED_REQUEST = 499
@@ -89,7 +90,10 @@ class Problem:
         return {"error": error}
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        return JSONResponse(self.body(), self.status, {**_HEADERS_OF_STATUS.get(self.status, {}), **(headers or {})})
+        own = dict(_HEADERS_OF_STATUS.get(self.status, {}))
+        if self.code == Reason.CAPACITY and (seconds := retry_after_s(self.metadata)):
+            own["Retry-After"] = str(seconds)
+        return JSONResponse(self.body(), self.status, {**own, **(headers or {})})
 
     def _type(self) -> str:
         if self.status == HTTPStatus.TOO_MANY_REQUESTS:

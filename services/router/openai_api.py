@@ -59,6 +59,7 @@ def _exchange(
         return_logprob=logprobs is not None,
         top_logprobs=logprobs or 0,
         cache_salt=body.salt(),
+        priority=body.priority,
     )
     origin: Json = {"id": rid, "created": int(time.time()), "model": model.name}
     return OpenAIExchange(request, body.stream, body.include_usage(), origin, style)

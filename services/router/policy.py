@@ -1,108 +1,113 @@
-"""Which prefill and which decode a request goes to: among pairs through which a real room has gone."""
+"""Which route a request takes: through a prefill and a decode or to a decode alone, and there where least is to do."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from pd_common.errors import InvalidRequest, NoWorkers
+from pd_common.errors import CapacityExceeded, InvalidRequest, NoWorkers
+from pd_common.generation import ClientRequest
 from pd_common.types import BootstrapAddress
+from services.router.route import Route, usable, why_none
 from services.router.worker import Worker
 
-Lives = tuple[str, str]
-"""Which life of a prefill and which of a decode."""
+_MOST_RETRY_AFTER_S = 60
 
 
-@dataclass(slots=True, eq=False)
-class Pair:
-    """A prefill and a decode. What a probe has shown holds for the lives that they had then, and for no later ones."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The routes that can take a request, the best first, and why they are of this kind."""
 
-    prefill: Worker
-    decode: Worker
-    _probed: Lives | None = None
-    _trouble: str | None = None
-    _doubted: bool = False
-
-    @property
-    def lives(self) -> Lives | None:
-        """Those that both have now; None unless both are live."""
-        prefill, decode = self.prefill.life, self.decode.life
-        return None if prefill is None or decode is None else (prefill, decode)
-
-    @property
-    def is_proven(self) -> bool:
-        """Both are live, and a real room has gone through since they came up."""
-        return self.lives is not None and self._probed == self.lives and self._trouble is None
-
-    @property
-    def is_doubted(self) -> bool:
-        """It was proven, a room has failed since, and the probe that is to tell has not ended."""
-        return self._doubted and self.lives is not None and self._probed == self.lives
-
-    @property
-    def needs_probe(self) -> bool:
-        """Both are live, and no room has gone through yet."""
-        return self.lives is not None and not self.is_proven
-
-    @property
-    def why_not(self) -> str:
-        """What the last probe of these lives has met."""
-        return self._trouble if self._trouble is not None and self._probed == self.lives else "not proven yet"
-
-    @property
-    def open_rooms(self) -> int:
-        """Rooms that both have of this router."""
-        return self.prefill.open_rooms + self.decode.open_rooms
-
-    def note_probe(self, lives: Lives, trouble: str | None) -> bool:
-        """How a probe has gone that began in these lives; no trouble: a room has gone through.
-
-        Gives whether that is news.
-        """
-        is_news = self._doubted or (lives, trouble) != (self._probed, self._trouble)
-        self._probed, self._trouble, self._doubted = lives, trouble, False
-        return is_news
-
-    def doubt(self, lives: Lives | None, trouble: str) -> None:
-        """A room that began in these lives has failed between the two: the pair is to be probed again."""
-        if self.is_proven and self.lives == lives:
-            self._trouble, self._doubted = trouble, True
-            self.prefill.changed.set()
-
-    def __str__(self) -> str:
-        return f"{self.prefill.address.target} with {self.decode.address.target}"
+    routes: tuple[Route, ...]
+    reason: str
 
 
-class LeastRooms:
-    """Of the proven pairs the one with the fewest rooms; the first in order among equals.
+class LeastLoaded:
+    """Of the usable routes the one with least to do; those where decode has pages for the prompt come first.
 
-    Where none is proven, one that is only doubted: one failed room is no reason to refuse all others.
+    A prompt shorter than `min_prompt_tokens` goes to a decode alone, and every prompt does where there is no prefill;
+    but who names a prefill gets it. A worker with a full queue gets only requests that are more urgent than usual: it
+    may send away a less urgent one for them.
     """
 
-    def __init__(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> None:
+    def __init__(self, prefills: Sequence[Worker], decodes: Sequence[Worker], min_prompt_tokens: int = 0) -> None:
         self.prefills = tuple(prefills)
         self.decodes = tuple(decodes)
-        self.pairs = tuple(Pair(prefill, decode) for prefill in prefills for decode in decodes)
+        self._min_prompt_tokens = min_prompt_tokens
+        self._pairs = tuple(Route(prefill, decode) for prefill in prefills for decode in decodes)
+        serves_alone = min_prompt_tokens > 0 or not prefills
+        self._alone = tuple(Route(None, decode) for decode in decodes) if serves_alone else ()
 
-    def pick(self, bootstrap: BootstrapAddress | None) -> Pair:
-        """A pair; `bootstrap` asks for a prefill by its own address or by that of its Bootstrap service.
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """All that a request may take."""
+        return self._pairs + self._alone
+
+    @property
+    def _usual(self) -> tuple[Route, ...]:
+        """Those that can take every request."""
+        return self._pairs or self._alone
+
+    @property
+    def is_ready(self) -> bool:
+        """Any request that came now would find a route through which a real room has gone."""
+        return bool(usable(self._usual))
+
+    def why_not_ready(self) -> str:
+        return why_none(self._usual)
+
+    def choose(self, request: ClientRequest) -> Choice:
+        """The routes that can take it.
 
         Raises:
-            NoWorkers: no pair is proven, and none was before it came into doubt.
-            InvalidRequest: the router has no such prefill.
+            NoWorkers: no route is proven, and none was before it came into doubt.
+            InvalidRequest: the router does not have the prefill that is asked for.
+            CapacityExceeded: every route has a worker with a full queue.
 
         """
-        pairs = [pair for pair in self.pairs if bootstrap in (None, pair.prefill.address, pair.prefill.bootstrap)]
-        if not pairs:
-            raise InvalidRequest(f"this router has no prefill {bootstrap and bootstrap.target}", field="bootstrap_host")
-        usable = [pair for pair in pairs if pair.is_proven] or [pair for pair in pairs if pair.is_doubted]
-        if not usable:
-            raise NoWorkers(f"no usable pair: {why_none(pairs)}")
-        return min(usable, key=lambda pair: pair.open_rooms)
+        routes, reason = self._candidates(request)
+        proven = usable(routes)
+        if not proven:
+            raise NoWorkers(f"no usable {'pair' if routes[0].prefill else 'decode'}: {why_none(routes)}")
+        open_routes = [route for route in proven if request.priority > 0 or not route.full_workers]
+        if not open_routes:
+            raise _all_full(proven)
+        return Choice(tuple(sorted(open_routes, key=partial(_rank, prompt_tokens=len(request.prompt)))), reason)
+
+    def _candidates(self, request: ClientRequest) -> tuple[Sequence[Route], str]:
+        """At least one, and why these."""
+        if request.bootstrap is not None:
+            return self._with_prefill(request.bootstrap), "the client has named the prefill"
+        if not self._pairs:
+            return self._alone, "this router has no prefill"
+        prompt = f"prompt of {len(request.prompt)} tokens"
+        if len(request.prompt) >= self._min_prompt_tokens:
+            return self._pairs, f"{prompt}, pair with least to do"
+        prompt = f"{prompt}, fewer than --disaggregation-min-prompt-tokens {self._min_prompt_tokens}"
+        if usable(self._alone):
+            return self._alone, prompt
+        return self._pairs, f"{prompt}, but no decode is proven alone"
+
+    def _with_prefill(self, bootstrap: BootstrapAddress) -> Sequence[Route]:
+        """By its own address or by that of its Bootstrap service."""
+        named = {prefill for prefill in self.prefills if bootstrap in (prefill.address, prefill.bootstrap)}
+        if not named:
+            raise InvalidRequest(f"this router has no prefill {bootstrap.target}", field="bootstrap_host")
+        return [pair for pair in self._pairs if pair.prefill in named]
 
 
-def why_none(pairs: Sequence[Pair]) -> str:
-    """For a person: what is the matter with each worker that is not live, and with each pair that is not proven."""
-    workers = dict.fromkeys([pair.prefill for pair in pairs] + [pair.decode for pair in pairs])
-    down = [f"{worker}: {worker.why_not}" for worker in workers if not worker.is_live]
-    return "; ".join(down + [f"{pair}: {pair.why_not}" for pair in pairs if pair.needs_probe])
+def _rank(route: Route, prompt_tokens: int) -> tuple[bool, bool, int]:
+    """The lowest is the best."""
+    return bool(route.full_workers), not route.has_pages_for(prompt_tokens), route.to_do
+
+
+def _all_full(routes: Sequence[Route]) -> CapacityExceeded:
+    workers = dict.fromkeys(worker for route in routes for worker in route.full_workers)
+    waiting = [f"{worker} has {worker.load.queued} requests waiting" for worker in workers if worker.load is not None]
+    first_s = math.ceil(min(route.oldest_wait_s for route in routes))
+    return CapacityExceeded(
+        f"no worker takes more requests now: {'; '.join(waiting)}",
+        retry_after_s=min(max(first_s, 1), _MOST_RETRY_AFTER_S),
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pd_common.errors import RoomAborted, RoomInUse
 from pd_common.generation import GenerationRequest, Output
 from pd_common.types import BootstrapRoom, Role
+from services.router.route import Route
 from services.router.worker import Worker
 
 _REFUSED_FOR_S = 60.0
@@ -19,23 +20,29 @@ _MOST_REFUSED = 100_000
 
 @dataclass(slots=True, eq=False)
 class OpenRoom:
-    """One request with its two legs.
+    """One request with a leg on each worker of its route.
 
     `answered` once its last output has come; `left` once nobody reads its outputs any more; `aborts` are the calls that
-    end the legs, once it is being aborted; `foreign` are the legs where somebody else has a room of this number.
+    end the legs, once it is being aborted; `foreign` are the legs where somebody else has a room of this number;
+    `refused` if its workers had too much to do to take it in.
     """
 
     request: GenerationRequest
-    legs: tuple[Worker, Worker]
+    route: Route
     arrivals: asyncio.Queue[tuple[Role, Output]] = field(default_factory=asyncio.Queue)
     answered: bool = False
     left: bool = False
     aborts: tuple[asyncio.Task[None], ...] = ()
     foreign: tuple[Worker, ...] = ()
+    refused: bool = False
 
     @property
     def number(self) -> BootstrapRoom:
         return self.request.room
+
+    @property
+    def legs(self) -> tuple[Worker, ...]:
+        return self.route.workers
 
 
 class Rooms:

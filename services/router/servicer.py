@@ -76,6 +76,7 @@ class RouterGenerationServicer(generation_pb2_grpc.GenerationServicer):
             top_logprobs=message.top_logprobs_num,
             timeout_s=within_call(convert_generation.timeout_from(message), context),
             cache_salt=message.cache_salt,
+            priority=message.priority,
         )
 
 

@@ -13,7 +13,7 @@ from pd_common.control import beats
 from pd_common.control.connection import Dial
 from pd_common.control.generation_client import GenerationClient
 from pd_common.errors import DeadlineExceeded, NoWorkers, PdError, PeerLost
-from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo, Output
+from pd_common.generation import ChatMessage, GenerationRequest, Load, ModelInfo, Output
 from pd_common.types import BootstrapAddress, BootstrapRoom, Role
 
 _log = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ class Worker:
         self.role = role
         self.address = address
         self.model: ModelInfo | None = None
+        self.load: Load | None = None
+        """What it has said last; None while it is not live."""
         self.why_not = "not connected yet"
         self.changed = changed
         self._dial = dial
@@ -129,7 +131,7 @@ class Worker:
         subscriber = f"router-{uuid.uuid4()}"
         model = await self._client.get_model()
         async with beats.Patience() as patience:
-            async for outputs in self._client.stream_outputs(subscriber):
+            async for outputs in self._client.stream_outputs(subscriber, self._note_load):
                 patience.heard()
                 if self._subscriber is None:
                     self.model, self._subscriber = model, subscriber
@@ -137,6 +139,9 @@ class Worker:
                     self.changed.set()
                 for output in outputs:
                     self._hand_over(output)
+
+    def _note_load(self, load: Load) -> None:
+        self.load = load
 
     def _hand_over(self, output: Output) -> None:
         """After its last output a room does not need this worker: what prefill has handed off survives its end."""
@@ -153,7 +158,7 @@ class Worker:
             _log.warning("%s is lost: %s", self, why_not)
         elif why_not != self.why_not:  # said once, not at every attempt
             _log.warning("%s cannot be reached, trying again: %s", self, why_not)
-        self._subscriber, self.why_not = None, why_not
+        self._subscriber, self.load, self.why_not = None, None, why_not
         self.changed.set()
         lost = PeerLost(f"{self} is gone: {why_not}", peer=self.address.target)
         for room, sink in tuple(self._sinks.items()):

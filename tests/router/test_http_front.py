@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_common.errors import ERROR_OF_REASON, NoWorkers, PeerLost, Reason
+from pd_common.errors import ERROR_OF_REASON, CapacityExceeded, NoWorkers, PeerLost, Reason
 from services.router.http_body import MAX_BODY_BYTES
 from services.router.http_errors import STATUS_OF_REASON
 from tests.router.scripted_backend import HELLO, ScriptedBackend
@@ -30,12 +30,48 @@ def test_every_reason_has_a_status() -> None:
 async def test_every_reason_reaches_the_client(
     client: httpx.AsyncClient, backend: ScriptedBackend, path: str, reason: Reason
 ) -> None:
-    backend.script = [ERROR_OF_REASON[reason]("what happened", room=7)]
+    backend.script = [ERROR_OF_REASON[reason]("what happened", room=7, retry_after_s=3)]
     response = await client.post(path, json=ENDPOINTS[path])
     assert response.status_code == STATUS_OF_REASON[reason]
     error = response.json()["error"]
-    assert (error["code"], error["message"], error["metadata"]) == (reason.value, "what happened", {"room": "7"})
+    assert (error["code"], error["message"]) == (reason.value, "what happened")
+    assert error["metadata"] == {"room": "7", "retry_after_s": "3"}
     assert ("Retry-After" in response.headers) == (response.status_code in {429, 503})
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [({}, "1"), ({"retry_after_s": 17}, "17"), ({"retry_after_s": 0}, "1"), ({"retry_after_s": "soon\r\nX: y"}, "1")],
+    ids=["nothing said", "said", "at once", "nonsense"],
+)
+async def test_who_is_refused_for_want_of_capacity_is_told_when_to_come_again(
+    client: httpx.AsyncClient, backend: ScriptedBackend, path: str, said: dict[str, object], expected: str
+) -> None:
+    backend.script = [CapacityExceeded("4 requests wait", **said)]
+    for stream in (False, True):
+        response = await client.post(path, json={**ENDPOINTS[path], "stream": stream})
+        assert (response.status_code, response.headers["Retry-After"]) == (429, expected)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize("priority", [-(2**31), 0, 2**31 - 1])
+async def test_every_request_may_say_how_urgent_it_is(
+    client: httpx.AsyncClient, backend: ScriptedBackend, path: str, priority: int
+) -> None:
+    response = await client.post(path, json={**ENDPOINTS[path], "priority": priority})
+    assert response.status_code == 200
+    assert backend.requests[0].priority == priority
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize("priority", [2**31, -(2**31) - 1, "1", 0.5, True])
+async def test_a_priority_that_cannot_be_sent_is_refused(
+    client: httpx.AsyncClient, backend: ScriptedBackend, path: str, priority: object
+) -> None:
+    response = await client.post(path, json={**ENDPOINTS[path], "priority": priority})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "priority")
+    assert backend.requests == []
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)

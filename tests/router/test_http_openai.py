@@ -257,12 +257,12 @@ async def test_failure_before_the_first_piece_has_its_status(
     with pytest.raises(BadRequestError, match="the prompt has no token") as caught:
         await openai.completions.create(model="tiny", prompt="", stream=stream)
     assert caught.value.code == "PROMPT_EMPTY"
-    backend.script = [CapacityExceeded("4 requests wait already", waiting=4)]
+    backend.script = [CapacityExceeded("4 requests wait already", waiting=4, retry_after_s=9)]
     with pytest.raises(RateLimitError) as limited:
         await openai.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "q"}], stream=stream)
-    assert limited.value.response.headers["Retry-After"] == "1"
+    assert limited.value.response.headers["Retry-After"] == "9"
     assert isinstance(limited.value.body, dict)
-    assert limited.value.body["metadata"] == {"waiting": "4"}
+    assert limited.value.body["metadata"] == {"waiting": "4", "retry_after_s": "9"}
 
 
 @pytest.mark.parametrize("failure", [RoomInUse("room 5 is live"), DeadlineExceeded("5 s have passed")])
