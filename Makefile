@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo serve test test-chaos bench lint proto clean
+.PHONY: help demo serve test test-chaos bench bench-serve lint proto clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -36,6 +36,9 @@ test-chaos: $(VENV)/.ready-dev ## faults by the hundred: kills, stops and restar
 bench: $(VENV)/.ready ## how fast pages move between two processes of this machine, and what a room costs the control plane
 	@$(BIN)/pdctl bench transfer
 	@$(BIN)/pdctl bench control
+
+bench-serve: $(VENV)/.ready ## a pair beside one engine alone on the same two cores: how fast requests are answered; ten minutes
+	@$(BIN)/pdctl bench compare
 
 lint: $(VENV)/.ready-dev ## style, types, layers, protos
 	@$(BIN)/ruff check .

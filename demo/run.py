@@ -19,7 +19,7 @@ from rich.markup import escape
 
 from demo import timeline
 from demo.cluster import LOOPBACK, Cluster, ClusterError, Ports, cluster
-from demo.collector import Collector
+from pd_common.telemetry.collector import Collector
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE / "shakespeare"

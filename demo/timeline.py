@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from demo.collector import RecordedSpan
+from pd_common.telemetry.collector import RecordedSpan
 from pd_common.telemetry.spans import SpanName
 
 _BAR = 20

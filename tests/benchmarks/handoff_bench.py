@@ -25,7 +25,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from demo.cluster import LOOPBACK, Cluster, Ports, cluster
-from demo.collector import Collector, RecordedSpan
+from pd_common.telemetry.collector import Collector, RecordedSpan
 from pd_common.telemetry.spans import SpanName
 from tests.tiny_models import byte_level_tokenizer
 

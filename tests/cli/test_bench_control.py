@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pd_common.cli.bench.control.processes import running
 from pd_common.cli.bench.control.result import Latency
+from pd_common.cli.bench.processes import running
 from pd_common.errors import PeerLost
 
 _QUICK = ("--rooms", "100", "--at-once", "8", "--rate", "50", "--seconds", "1", "--peers", "3")

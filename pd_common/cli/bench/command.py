@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.status import Status
 
 from pd_common.cli.bench import table
+from pd_common.cli.bench.compare.command import compare
 from pd_common.cli.bench.control.command import control
 from pd_common.cli.bench.ends import BACKENDS, RIVALS
 from pd_common.cli.bench.names import Names
@@ -142,5 +143,6 @@ def _progress() -> Iterator[Progress]:
         yield status.update
 
 
+bench.add_command(compare)
 bench.add_command(control)
 bench.add_command(serve)

@@ -17,9 +17,9 @@ from pd_common.cli.bench.control import peers
 from pd_common.cli.bench.control.handshakes import handshakes
 from pd_common.cli.bench.control.load import Load
 from pd_common.cli.bench.control.model import write_model
-from pd_common.cli.bench.control.processes import LOOPBACK, Service, running
 from pd_common.cli.bench.control.result import Latency, Result, Throughput
 from pd_common.cli.bench.machine import Machine
+from pd_common.cli.bench.processes import LOOPBACK, Service, running
 from pd_common.cli.bench.signals import sigterm_ends
 from pd_common.errors import PdError
 from pd_common.types import BootstrapAddress

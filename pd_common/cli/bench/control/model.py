@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
+
+from pd_common.cli.bench.random_model import write_weights
 
 VOCAB_SIZE = 64
 CONTEXT_LENGTH = 512
@@ -24,9 +24,4 @@ def write_model(directory: Path) -> None:
         num_key_value_heads=1,
         max_position_embeddings=CONTEXT_LENGTH,
     )
-    config.save_pretrained(directory)
-    with torch.device("meta"):
-        shapes = LlamaForCausalLM(config).state_dict()
-    generator = torch.Generator().manual_seed(0)
-    weights = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in shapes.items()}
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    write_weights(directory, config)

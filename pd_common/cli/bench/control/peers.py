@@ -13,8 +13,8 @@ from opentelemetry.context import Context
 from pd.v1 import transfer_status_pb2
 
 from pd_common.cli.bench.control.load import PROMPT_TOKENS, Leg, make_request
-from pd_common.cli.bench.control.processes import LOOPBACK, Service
 from pd_common.cli.bench.control.result import Latency, Peers
+from pd_common.cli.bench.processes import LOOPBACK, Service
 from pd_common.control.bootstrap_client import BootstrapClient
 from pd_common.control.connection import Connection
 from pd_common.control.generation_client import GenerationClient

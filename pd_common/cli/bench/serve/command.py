@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib.util
 import json
 import math
@@ -13,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from pd_common.cli.bench.machine import Machine
 from pd_common.cli.bench.serve import report
-from pd_common.cli.bench.serve.client import Completions, Server, model_of
+from pd_common.cli.bench.serve.client import Server, model_of
 from pd_common.cli.bench.serve.exchange import Log
 from pd_common.cli.bench.serve.figures import Figures, Slo
 from pd_common.cli.bench.serve.lengths import Lengths, LengthsType
-from pd_common.cli.bench.serve.load import send
 from pd_common.cli.bench.serve.plan import Arrivals, Background, Plan
 from pd_common.cli.bench.serve.result import Result
+from pd_common.cli.bench.serve.run import fields_of, send_to
 from pd_common.errors import PdError
 
 _COUNT = click.IntRange(min=1)
@@ -145,9 +143,10 @@ def serve(json_path: Path | None, plot_path: Path | None, **options: Any) -> Non
         raise click.ClickException(error.message) from error
     click.echo(f"sending to {server.url}, model {model}: {plan}", err=True)
     log = Log()
-    interrupted = _is_interrupted(_send(server, _fields(model, options), plan, log))
+    fields = {**fields_of(model, ignore_eos=options["ignore_eos"]), **options["extra_body"]}
+    interrupted = _is_interrupted(send_to(server, fields, plan, log))
     result = Result(Machine.here(load, ()), server.url, model, plan, slo, Figures.of(log, slo))
-    report.show(result, Console())
+    report.show(result, report.console())
     if json_path is not None:
         result.write_json(json_path, log)
     if plot_path is not None and log.prompts:
@@ -184,25 +183,9 @@ def _slo(ttft_ms: float | None, itl_ms: float | None) -> Slo | None:
     return None if ttft_ms is None and itl_ms is None else Slo(ttft_ms, itl_ms)
 
 
-def _fields(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What every request says."""
-    eos = {"ignore_eos": True} if options["ignore_eos"] else {}
-    stream = {"stream": True, "stream_options": {"include_usage": True}}
-    return {"model": model, "temperature": 0.0, **stream, **eos, **options["extra_body"]}
-
-
 async def _model(server: Server, wanted: str | None) -> str:
     async with server.session() as session:
         return await model_of(server, session, wanted)
-
-
-async def _send(server: Server, fields: Mapping[str, Any], plan: Plan, log: Log) -> None:
-    gc.freeze()  # the collector does not go through all that is loaded while times are taken
-    try:
-        async with server.session() as session:
-            await send(plan, Completions(server, session, fields).complete, log)
-    finally:
-        gc.unfreeze()
 
 
 def _is_interrupted(work: Coroutine[None, None, None]) -> bool:

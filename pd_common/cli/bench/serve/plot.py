@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -41,11 +42,15 @@ class Series:
 
 def draw(result: Result, log: Log, path: Path) -> None:
     """Writes a PNG: TTFT above, ITL below; over time on the left, the share that is no longer on the right."""
-    began_s = min(exchange.sent_s for exchange in (*log.background, *log.prompts))
-    rows = {"TTFT, ms": [_ttft(log, began_s)], "ITL, ms": _itls(log, began_s)}
-    figure = Figure(figsize=(13, 8), layout="constrained")
-    figure.suptitle(f"{result.model} at {result.url}\n{result.plan}", fontsize=9)
-    grid = figure.subplots(2, 2, sharex="col", sharey="row", width_ratios=(2, 1))
+    rows = {"TTFT, ms": [_ttft(log)], "ITL, ms": itls(log)}
+    draw_rows(f"{result.model} at {result.url}\n{result.plan}", rows, path, sharey="row")
+
+
+def draw_rows(title: str, rows: Mapping[str, Sequence[Series]], path: Path, *, sharey: Literal["row", "all"]) -> None:
+    """Series by the label of their row: over time on the left, as distributions on the right."""
+    figure = Figure(figsize=(13, 4 * len(rows)), layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    grid = figure.subplots(len(rows), 2, sharex="col", sharey=sharey, width_ratios=(2, 1), squeeze=False)
     for (over_time, shares), (label, series) in zip(grid, rows.items(), strict=True):
         for each in series:
             if each.at_s:
@@ -56,20 +61,25 @@ def draw(result: Result, log: Log, path: Path) -> None:
         _dress(over_time)
         _dress(shares)
     grid[0, 0].set_title("solid: p50, dotted: p99", fontsize=9)
-    grid[1, 0].set_xlabel("seconds since the start")
-    grid[1, 1].set_xlabel("% that are no longer than this")
+    grid[-1, 0].set_xlabel("seconds since the start")
+    grid[-1, 1].set_xlabel("% that are no longer than this")
     figure.savefig(path, dpi=110, format="png")
 
 
-def _ttft(log: Log, began_s: float) -> Series:
+def _began_s(log: Log) -> float:
+    return min(exchange.sent_s for exchange in (*log.background, *log.prompts))
+
+
+def _ttft(log: Log) -> Series:
+    began_s = _began_s(log)
     answered = [exchange for exchange in log.prompts if exchange.is_answered]
     at_s = [exchange.sent_s - began_s for exchange in answered]
     return Series("prompts", "tab:blue", at_s, [1e3 * exchange.ttft_s for exchange in answered])
 
 
-def _itls(log: Log, began_s: float) -> list[Series]:
+def itls(log: Log) -> list[Series]:
     """Later ones are drawn over earlier ones."""
-    gaps = _gaps(log.background)
+    began_s, gaps = _began_s(log), _gaps(log.background)
     loaded_from_s = math.inf if log.prompts_from_s is None else log.prompts_from_s
     return [
         _itl("background, alone", "tab:green", [gap for gap in gaps if gap[1] <= loaded_from_s], began_s),

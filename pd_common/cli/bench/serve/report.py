@@ -12,6 +12,13 @@ from pd_common.cli.bench.serve.figures import Failures, Figures, Spread
 from pd_common.cli.bench.serve.result import Result
 
 _NOTABLE_LAG_MS = 5.0
+_WIDTH = 100
+"""Columns of the table with long times in it; a narrower terminal folds its lines."""
+
+
+def console() -> Console:
+    """Standard output, wide enough for the table."""
+    return Console(width=max(_WIDTH, Console().width))
 
 
 def show(result: Result, console: Console) -> None:
