@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from demo import timeline
-from demo.collector import Collector
+from pd_common.telemetry.collector import Collector
 from pd_common.telemetry.spans import SpanName
 from tests.e2e.harness import client_of, long_model, running_cluster
 from tests.engine.oracle import Oracle

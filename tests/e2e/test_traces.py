@@ -10,7 +10,7 @@ import pytest
 
 from demo import timeline
 from demo.cluster import Cluster
-from demo.collector import Collector, RecordedSpan
+from pd_common.telemetry.collector import Collector, RecordedSpan
 from pd_common.telemetry.spans import ROOM, SpanName
 from tests.e2e.harness import Client, client_of, running_cluster
 from tests.tiny_models import VOCAB_SIZE
