@@ -89,6 +89,7 @@ class DecodeScheduler:
             if not work:
                 self._work.clear()
                 await self._work.wait()
+                await asyncio.sleep(0)  # a first token that was just published leaves before a step takes the core
             elif self._find_pages(work):
                 await self._step(work)
                 await self._retract_one_of(work)

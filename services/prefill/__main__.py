@@ -32,10 +32,16 @@ from services.prefill.servicers import PageAllocationServicer
 @config.model_options
 @scheduling_options
 @click.option(
+    "--last-chunk-tokens",
+    default=512,
+    type=click.IntRange(min=1),
+    help="Prompt tokens in a prompt's last step: their pages are sent when nothing is left to compute meanwhile.",
+)
+@click.option(
     "--optimistic-prefill-attempts",
     default=0,
     type=click.IntRange(min=0),
-    help="Begin to compute a prompt before decode has set memory aside, at most so many times; 0: never.",
+    help="How often a prompt may be begun before decode has set memory aside for it; 0: never.",
 )
 @config.listen_options(port=8998)
 @config.rank_options
@@ -111,7 +117,12 @@ def _rooms_of(
     engine, data = own.engine, config.pick(config.TransportConfig, options)
     prefixes = PrefixCache(engine.pages, engine.pool.page_size, keeps=steps.enable_prefix_cache)
     scheduler = PrefillScheduler(
-        engine, prefixes, steps.chunked_prefill_size, steps.max_running_requests, audited=steps.check_integrity
+        engine,
+        prefixes,
+        steps.chunked_prefill_size,
+        steps.max_running_requests,
+        last_chunk_tokens=options["last_chunk_tokens"],
+        audited=steps.check_integrity,
     )
     service = PrefillService(
         own.instance,

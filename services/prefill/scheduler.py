@@ -36,13 +36,24 @@ class PrefillScheduler:
     """
 
     def __init__(
-        self, engine: Engine, prefixes: PrefixCache, chunk_tokens: int, max_running: int, *, audited: bool = False
+        self,
+        engine: Engine,
+        prefixes: PrefixCache,
+        chunk_tokens: int,
+        max_running: int,
+        *,
+        last_chunk_tokens: int | None = None,
+        audited: bool = False,
     ) -> None:
-        """`prefixes` is over the engine's pages. `audited`: the loop dies of a page that is lost, after any step."""
+        """`prefixes` is over the engine's pages. `audited`: the loop dies of a page that is lost, after any step.
+
+        The last chunk of a prompt has at most `last_chunk_tokens` tokens: nothing is computed while it is sent.
+        """
         self._engine = engine
         self._prefixes = prefixes
         self._chunk_tokens = chunk_tokens
         self._max_running = max_running
+        self._last_chunk_tokens = last_chunk_tokens or chunk_tokens
         self._audited = audited
         self._arrivals = itertools.count()
         self._waiting: list[Job] = []
@@ -120,10 +131,17 @@ class PrefillScheduler:
         for job in self._candidates():
             if budget == 0:
                 break
-            start, end = job.sequence.next_span(budget)
+            start, end = job.sequence.next_span(self._chunk_of(job, budget))
             items.append((job, BatchItem(job.sequence, start, end, samples=end == job.sequence.num_tokens)))
             budget -= end - start
         return items
+
+    def _chunk_of(self, job: Job, budget: int) -> int:
+        """Tokens of its next chunk. What would be its last is cut in two where it is too long for that."""
+        left = job.sequence.uncomputed
+        if self._last_chunk_tokens < left <= budget:
+            return left - min(self._last_chunk_tokens, left // 2)
+        return budget
 
     def _candidates(self) -> list[Job]:
         """In order. One that is not promised waits, with its pages, while promised ones are computed."""

@@ -55,22 +55,29 @@ def test_prompts_have_nothing_in_common_but_their_prefix() -> None:
 
 
 def test_every_set_up_has_the_same_load() -> None:
-    load = itl.plan(QUICK, 2.0, seed=7)
-    assert load == itl.plan(QUICK, 2.0, seed=7)
-    assert load.prompts().request(1) != itl.plan(QUICK, 2.0, seed=8).prompts().request(1)
+    load = itl.plan(QUICK, 2.0, 7, requests=3, alone_s=0.2)
+    assert load == itl.plan(QUICK, 2.0, 7, requests=3, alone_s=0.2)
+    assert load.prompts().request(1) != itl.plan(QUICK, 2.0, 8, requests=3, alone_s=0.2).prompts().request(1)
     assert (load.arrivals.per_s, load.arrivals.requests, load.background is not None) == (2.0, 3, True)
 
 
-def _log(alone_s: float, loaded_s: float, ttft_s: float) -> Log:
-    """An answer with gaps of one length until second 10, then of another while two prompts are answered."""
-    before = [index * alone_s for index in range(round(10 / alone_s))]
-    after = [10 + index * loaded_s for index in range(round(10 / loaded_s))]
-    answers = [Exchange(n, 10.0 + n, [10.0 + n + ttft_s], 19.0) for n in range(2)]
-    return Log(answers, [Exchange(0, -1.0, [*before, *after])], prompts_from_s=10.0, late_s=[0.002])
+def _twice(alone_s: float, loaded_s: float, ttft_s: float) -> itl.Twice:
+    """An answer with gaps of one length; with two prompts, from second 10 on, of another. Its gaps grow with it."""
+    prompts = [Exchange(n, 10.0 + n, [10.0 + n + ttft_s], 19.0) for n in range(2)]
+    alone = _answer(alone_s, 20.0)
+    loaded = _answer(alone_s, 10.0) + [10 + index * loaded_s for index in range(round(10 / loaded_s))]
+    return itl.Twice(
+        Log(prompts, [Exchange(0, -1.0, loaded)], prompts_from_s=10.0, late_s=[0.002]),
+        Log([], [Exchange(0, -1.0, alone)]),
+    )
+
+
+def _answer(gap_s: float, until_s: float) -> list[float]:
+    return [index * gap_s for index in range(round(until_s / gap_s))]
 
 
 def test_itls_without_and_with_prompts() -> None:
-    found = {row.figure: row for row in itl.rows([[_log(0.1, 0.12, 1.0), _log(0.1, 0.5, 2.0)]])}
+    found = {row.figure: row for row in itl.rows([[_twice(0.1, 0.12, 1.0), _twice(0.1, 0.5, 2.0)]])}
     assert found["ITL p99, no prompts"].medians == pytest.approx((100, 100))
     assert found["ITL p99, prompts arrive"].medians == pytest.approx((120, 500))
     assert found["ITL p99, with / without prompts"].medians == pytest.approx((1.2, 5.0))
@@ -78,11 +85,23 @@ def test_itls_without_and_with_prompts() -> None:
     assert found["p99 of what the client itself was late"].medians == pytest.approx((2, 2))
 
 
+def test_only_the_same_tokens_are_compared() -> None:
+    """A token later in an answer takes longer, with prompts or without."""
+    growing = [0.01 * index**2 for index in range(60)]
+    twice = itl.Twice(
+        Log([Exchange(0, 4.0, [4.1], 9.0)], [Exchange(0, 0.0, growing[:31])], prompts_from_s=4.0),
+        Log([], [Exchange(0, 0.0, growing)]),
+    )
+    loaded, alone = twice.gaps_s()
+    assert loaded == alone
+    assert len(loaded) == 11
+
+
 def test_a_round_in_which_nothing_was_written_is_no_figure() -> None:
-    log = _log(0.1, 0.1, 1.0)
-    log.background = [Exchange(0, -1.0)]
+    twice = _twice(0.1, 0.1, 1.0)
+    twice.loaded.background = [Exchange(0, -1.0)]
     with pytest.raises(PeerLost, match="too short"):
-        itl.rows([[log]])
+        itl.rows([[twice]])
 
 
 def _chunk(start_ms: float, end_ms: float) -> RecordedSpan:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -25,7 +26,7 @@ async def engine() -> FakeEngine:
     return FakeEngine(NUM_PAGES)
 
 
-Start = Callable[[int], PrefillScheduler]
+Start = Callable[..., PrefillScheduler]
 
 
 @pytest.fixture
@@ -33,8 +34,14 @@ async def start(engine: FakeEngine) -> AsyncIterator[Start]:
     """Runs a scheduler for so many prompts at a time; when the test is over every page must be free."""
     loops: list[asyncio.Task[None]] = []
 
-    def start(max_running: int) -> PrefillScheduler:
-        scheduler = PrefillScheduler(cast("Engine", engine), engine.prefixes, CHUNK_TOKENS, max_running)
+    def start(max_running: int, last_chunk_tokens: int | None = None) -> PrefillScheduler:
+        scheduler = PrefillScheduler(
+            cast("Engine", engine),
+            engine.prefixes,
+            CHUNK_TOKENS,
+            max_running,
+            last_chunk_tokens=last_chunk_tokens,
+        )
         loops.append(asyncio.create_task(scheduler.run()))
         return scheduler
 
@@ -81,6 +88,22 @@ async def test_a_prompt_is_computed_in_chunks_and_gives_its_first_token(
     assert await spans_of(job, 3) == [(0, 8, None), (8, 16, None), (16, 19, SampledToken(1019))]
     assert job.sequence.output == [1019]
     assert engine.free_pages == NUM_PAGES - 5
+    await scheduler.release(job)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [(1, [1]), (3, [3]), (4, [2, 4]), (7, [4, 7]), (8, [5, 8]), (9, [8, 9]), (12, [8, 10, 12]), (19, [8, 16, 19])],
+)
+async def test_the_last_chunk_is_a_short_one(engine: FakeEngine, start: Start, tokens: int, ends: list[int]) -> None:
+    """Its pages are sent when there is nothing left to compute meanwhile."""
+    scheduler = start(4, last_chunk_tokens=3)
+    job = enqueue(scheduler, 1, tokens)
+    for begin, end in pairwise([0, *ends]):
+        step = await engine.next_step()
+        assert step.spans == [(1, begin, end, end == tokens)]
+        step.finish()
+    assert len(await spans_of(job, len(ends))) == len(ends)
     await scheduler.release(job)
 
 

@@ -1,9 +1,15 @@
-"""Answers that are being written while long prompts arrive: how much the prompts disturb them."""
+"""Answers that are being written while long prompts arrive: how much the prompts disturb them.
+
+A step takes longer the longer the answers are. So each round is sent twice, with prompts and without, and what is
+compared are the gaps before the same tokens of the same answers.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 from pd_common.cli.bench.compare.bench import Bench
 from pd_common.cli.bench.compare.model import VOCAB_SIZE
@@ -12,7 +18,7 @@ from pd_common.cli.bench.compare.setups import Setup
 from pd_common.cli.bench.compare.shot import Shooter, in_turns, server_of, warm_up
 from pd_common.cli.bench.compare.sizes import Sizes
 from pd_common.cli.bench.serve.exchange import Log
-from pd_common.cli.bench.serve.figures import BackgroundFigures, Figures, Spread
+from pd_common.cli.bench.serve.figures import Figures, Spread
 from pd_common.cli.bench.serve.lengths import Uniform
 from pd_common.cli.bench.serve.plan import Arrivals, Background, Plan
 from pd_common.cli.bench.serve.run import fields_of, send_to
@@ -40,14 +46,15 @@ def measure(bench: Bench) -> Comparison:
             logs = {}
             for setup in in_turns(setups, number):
                 bench.progress(f"itl, round {number + 1} of {bench.rounds}: {setup.name}")
-                logs[setup.name] = _logged(setup, plan(sizes, rate_per_s, bench.seed + number))
+                logs[setup.name] = _twice(setup, sizes, rate_per_s, bench.seed + number)
             found.append({setup.name: logs[setup.name] for setup in setups})
     about = (
         f"{sizes.streams} answers are written all the time, {sizes.load_requests} prompts of {sizes.load_prompt:,} "
         f"tokens arrive at random moments, {rate_per_s:.2f}/s, which keeps the pair's prefill busy for "
         f"{100 * _BUSY:.0f} % of the time"
     )
-    return Comparison("itl", about, specs, tuple(found[-1]), rows([list(logs.values()) for logs in found]), found[-1])
+    last = {name: twice.loaded for name, twice in found[-1].items()}
+    return Comparison("itl", about, specs, tuple(last), rows([list(logs.values()) for logs in found]), last)
 
 
 async def _prefill_s(setup: Setup, sizes: Sizes) -> float:
@@ -59,16 +66,47 @@ async def _prefill_s(setup: Setup, sizes: Sizes) -> float:
         await shooter.close()
 
 
-def plan(sizes: Sizes, rate_per_s: float, seed: int) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Twice:
+    """The same answers beneath prompts, and by themselves for at least as long."""
+
+    loaded: Log
+    alone: Log
+
+    def gaps_s(self) -> tuple[list[float], list[float]]:
+        """With prompts and without, each time of the same tokens: all that came while there were prompts."""
+        first_s = self.loaded.prompts_from_s
+        last_s = max((exchange.done_s or 0.0 for exchange in self.loaded.prompts), default=0.0)
+        twins = {exchange.number: exchange.arrived_s for exchange in self.alone.background}
+        loaded: list[float] = []
+        alone: list[float] = []
+        for exchange in self.loaded.background:
+            gaps = pairwise(exchange.arrived_s)
+            for (before, after), (twin_before, twin_after) in zip(
+                gaps, pairwise(twins.get(exchange.number, [])), strict=False
+            ):
+                if first_s <= after <= last_s:
+                    loaded.append(after - before)
+                    alone.append(twin_after - twin_before)
+        return loaded, alone
+
+
+def _twice(setup: Setup, sizes: Sizes, rate_per_s: float, seed: int) -> Twice:
+    loaded = _logged(setup, plan(sizes, rate_per_s, seed, requests=sizes.load_requests, alone_s=sizes.alone_s))
+    lasted_s = max(exchange.arrived_s[-1] for exchange in loaded.background) - loaded.alone_from_s
+    return Twice(loaded, _logged(setup, plan(sizes, rate_per_s, seed, requests=0, alone_s=lasted_s)))
+
+
+def plan(sizes: Sizes, rate_per_s: float, seed: int, *, requests: int, alone_s: float) -> Plan:
     """The load of one round, the same for every set-up."""
     return Plan(
         seed=seed,
-        arrivals=Arrivals(rate_per_s, None, 1, sizes.load_requests, None),
+        arrivals=Arrivals(rate_per_s, None, 0, requests, None),
         prompt=Uniform(sizes.load_prompt, sizes.load_prompt),
         output=Uniform(sizes.short, sizes.short),
         prefix_tokens=0,
         vocab=VOCAB_SIZE,
-        background=Background(sizes.streams, sizes.stream_tokens, sizes.alone_s),
+        background=Background(sizes.streams, sizes.stream_tokens, alone_s),
     )
 
 
@@ -81,14 +119,14 @@ def _logged(setup: Setup, load: Plan) -> Log:
     return log
 
 
-def rows(rounds: Sequence[Sequence[Log]]) -> tuple[Row, ...]:
+def rows(rounds: Sequence[Sequence[Twice]]) -> tuple[Row, ...]:
     """Of each round the logs, in the order of columns."""
-    figures = [[Figures.of(log, None) for log in logs] for logs in rounds]
-    streams = [[_streams(each) for each in columns] for columns in figures]
+    figures = [[Figures.of(each.loaded, None) for each in columns] for columns in rounds]
+    gaps = [[each.gaps_s() for each in columns] for columns in rounds]
     ttft = [[_some(each.ttft) for each in columns] for columns in figures]
     late = [[_some(each.lag) for each in columns] for columns in figures]
-    alone = [[_some(each.alone) for each in columns] for columns in streams]
-    loaded = [[_some(each.under_load) for each in columns] for columns in streams]
+    loaded = [[_some(Spread.of(with_prompts)) for with_prompts, _ in columns] for columns in gaps]
+    alone = [[_some(Spread.of(without)) for _, without in columns] for columns in gaps]
     return (
         Row.of("ITL p50, no prompts", "ms", [[each.p50_ms for each in columns] for columns in alone]),
         Row.of("ITL p99, no prompts", "ms", [[each.p99_ms for each in columns] for columns in alone]),
@@ -98,19 +136,16 @@ def rows(rounds: Sequence[Sequence[Log]]) -> tuple[Row, ...]:
         Row.of(
             "ITL p99, with / without prompts",
             "",
-            [[each.p99_ratio or 0.0 for each in columns] for columns in streams],
+            [
+                [high.p99_ms / low.p99_ms for high, low in zip(*columns, strict=True)]
+                for columns in zip(loaded, alone, strict=True)
+            ],
             "pair <= 1.5, alone >= 4",
         ),
         Row.of("TTFT p50 of these prompts", "ms", [[each.p50_ms for each in columns] for columns in ttft]),
         Row.of("TTFT worst of these prompts", "ms", [[each.worst_ms for each in columns] for columns in ttft]),
         Row.of("p99 of what the client itself was late", "ms", [[each.p99_ms for each in columns] for columns in late]),
     )
-
-
-def _streams(figures: Figures) -> BackgroundFigures:
-    if figures.background is None:
-        raise PeerLost("there were no answers beneath the prompts")
-    return figures.background
 
 
 def _some(spread: Spread | None) -> Spread:
