@@ -9,7 +9,14 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from pd.v1 import abort_pb2, abort_pb2_grpc, generation_pb2_grpc
+from pd.v1 import (
+    abort_pb2,
+    abort_pb2_grpc,
+    generation_pb2_grpc,
+    transfer_status_pb2,
+    transfer_status_pb2_grpc,
+    types_pb2,
+)
 
 from demo.cluster import LOOPBACK, Cluster
 from pd_common.control.connection import Connection, dial_with
@@ -19,6 +26,8 @@ from tests.control.certificates import Authority, Files
 from tests.control.serving import typed
 from tests.e2e.harness import PATIENCE_S, make_request, started_cluster
 from tests.e2e.tools import grpcurl, needs_grpcurl
+
+RETRACTED_TO_PREFILL = ("--test-retract-every", "3", "--host-kv-tokens", "0")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +54,7 @@ def closed(authority: Authority) -> Iterator[Cluster]:
     }
     with started_cluster(
         prefill_flags=("--tls-cert", str(prefill.cert), "--tls-key", str(prefill.key)),
-        decode_flags=("--tls-cert", str(decode.cert), "--tls-key", str(decode.key)),
+        decode_flags=("--tls-cert", str(decode.cert), "--tls-key", str(decode.key), *RETRACTED_TO_PREFILL),
         environment=environment,
     ) as running:
         yield running
@@ -86,6 +95,23 @@ async def test_a_request_goes_through_and_nobody_without_papers_does(
         await typed(nobody, abort.AbortRoom(abort_pb2.AbortRoomRequest(bootstrap_room=7), timeout=PATIENCE_S))
     for connection in (prefill, nobody):
         await connection.close()
+
+
+async def test_what_a_retracted_answer_has_lost_comes_from_prefill_with_a_ticket_of_its_own(
+    person: Files, closed: Cluster, router: Connection
+) -> None:
+    generation: Any = generation_pb2_grpc.GenerationStub(router.channel)
+    request = make_request(list(range(1, 40)), max_new_tokens=12, rid="retracted")
+    outputs = [response.output async for response in generation.Generate(request, timeout=PATIENCE_S)]
+    assert sum(len(output.token_ids) for output in outputs) == 12
+
+    decode = dial_with(person.tls())(f"{LOOPBACK}:{closed.ports.decode}", Role.DECODE)
+    transfers: Any = transfer_status_pb2_grpc.TransferStatusStub(decode.channel)
+    listed = await typed(decode, transfers.ListTransfers(transfer_status_pb2.ListTransfersRequest()))
+    await decode.close()
+    states = [transfer.state for transfer in listed.transfers if transfer.rid == "retracted"]
+    assert len(states) > 2
+    assert set(states) == {types_pb2.TRANSFER_STATE_SUCCESS}
 
 
 @needs_grpcurl
