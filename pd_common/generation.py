@@ -140,7 +140,8 @@ class Load:
     """How much a process has to do, and room for more.
 
     `queued` requests wait for memory or to be computed, the first of them for `oldest_wait_s`; one more than
-    `max_queued` (0: no limit) is refused. `pages_available` are those that a new request could have.
+    `max_queued` (0: no limit) is refused, unless it is more urgent than the least urgent of them, whose priority is
+    `least_priority`. `pages_available` are those that a new request could have.
     """
 
     queued: int
@@ -149,11 +150,16 @@ class Load:
     running: int
     pages_total: int
     pages_available: int
+    least_priority: int = 0
 
     @property
     def is_full(self) -> bool:
-        """One more request would be refused."""
+        """One more request can wait only in place of another."""
         return 0 < self.max_queued <= self.queued
+
+    def refuses(self, priority: int) -> bool:
+        """One more request of this priority would be refused."""
+        return self.is_full and priority <= self.least_priority
 
 
 @dataclass(frozen=True, slots=True)

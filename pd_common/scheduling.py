@@ -66,11 +66,11 @@ def scheduling_options(command: _F) -> _F:
     return apply_options(
         command,
         click.option(
-            "--max-running-requests", default=32, type=click.IntRange(min=1), help="Requests in one engine step.",
+            "--max-running-requests", default=32, type=click.IntRange(min=1), help="Most requests in one engine step.",
         ),
         click.option(
             "--chunked-prefill-size", default=2048, type=click.IntRange(min=1),
-            help="Prompt tokens in one engine step.",
+            help="Most prompt tokens in one engine step; longer prompts are computed in chunks.",
         ),
         click.option(
             "--enable-prefix-cache/--no-enable-prefix-cache", " /--disable-radix-cache", "enable_prefix_cache",
@@ -86,7 +86,7 @@ def scheduling_options(command: _F) -> _F:
         ),
         click.option(
             "--check-integrity/--no-check-integrity", default=False,
-            help="Audit the pools after every engine step, and stop at once if a page is lost. Slow.",
+            help="For tests, slow: count all pages after every engine step, and stop at once if one is lost.",
         ),
     )  # fmt: skip
 
@@ -97,16 +97,18 @@ def decode_options(command: _F) -> _F:
         command,
         click.option(
             "--num-reserved-decode-tokens", default=512, type=click.IntRange(min=0),
-            help="Tokens by which every request may grow before others are let in; never more than it asks for.",
+            help="Tokens of memory kept for each request to grow before another is let in; no more than it asks for.",
         ),
         click.option(
             "--decode-extra-slots", "--disaggregation-decode-extra-slots", "decode_extra_slots",
             type=click.IntRange(min=0),
-            help="Requests that may hold pages beside the running ones.  [default: as many as --max-running-requests]",
+            help="Requests that may hold memory beside the running ones, to be filled by prefill meanwhile.  "
+            "[default: as many as --max-running-requests]",
         ),
         click.option(
             "--host-kv-tokens", type=click.IntRange(min=0),
-            help="Tokens of retracted requests whose KV is kept in host memory; others are computed again.  "
+            help="Tokens whose KV is kept in host memory when a request gives its memory up to others for a while; "
+            "what does not fit is computed again.  "
             "[default: as many as the pool holds]",
         ),
         click.option("--test-retract-every", default=0, type=click.IntRange(min=0), hidden=True),

@@ -8,7 +8,7 @@ from pd.v1 import abort_pb2, abort_pb2_grpc, types_pb2
 
 from pd_common.control import convert
 from pd_common.control.rooms import Call, check_recipient
-from pd_common.control.status import MOST_OF_A_MESSAGE
+from pd_common.control.status import MOST_OF_A_MESSAGE, from_status
 from pd_common.errors import PdError, RoomAborted
 from pd_common.handoff.state import TransferState
 from pd_common.types import BootstrapRoom, Instance
@@ -35,9 +35,14 @@ class AbortServicer(abort_pb2_grpc.AbortServicer):
         if request.HasField("recipient"):
             check_recipient(request.recipient, self._service.instance)
         room = convert.room_from(request.bootstrap_room)
-        error = RoomAborted(request.message[:MOST_OF_A_MESSAGE] or f"room {room} was aborted", room=room)
-        state = await self._service.abort(room, error)
+        state = await self._service.abort(room, _why(request, room))
         return abort_pb2.AbortRoomResponse(
             state=convert.state_to(state) if state else types_pb2.TRANSFER_STATE_UNSPECIFIED,
             drained=convert.instance_to(self._service.instance),
         )
+
+
+def _why(request: abort_pb2.AbortRoomRequest, room: BootstrapRoom) -> PdError:
+    if request.HasField("failure"):
+        return from_status(request.failure)
+    return RoomAborted(request.message[:MOST_OF_A_MESSAGE] or f"room {room} was aborted", room=room)

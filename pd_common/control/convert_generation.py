@@ -158,6 +158,7 @@ def load_to(load: Load) -> generation_pb2.Load:
         requests_running=load.running,
         pages_total=load.pages_total,
         pages_available=load.pages_available,
+        least_priority=load.least_priority,
     )
 
 
@@ -169,6 +170,7 @@ def load_from(message: generation_pb2.Load) -> Load:
         running=message.requests_running,
         pages_total=message.pages_total,
         pages_available=message.pages_available,
+        least_priority=message.least_priority,
     )
 
 

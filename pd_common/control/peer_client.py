@@ -160,15 +160,21 @@ class PeerClient:
         )
         return _outcome(await self._connection.call(self._status.ReportTransfer, request, timeout=ATTEMPT_S))
 
-    async def abort_room(self, room: BootstrapRoom, message: str, recipient: Instance, *, ticket: bytes) -> None:
+    async def abort_room(self, room: BootstrapRoom, error: PdError, recipient: Instance, *, ticket: bytes) -> None:
         """Returns when `recipient` will write nothing more of the room: the answer is its proof. May be repeated.
+
+        There the room ends with this error.
 
         Raises:
             StaleInstance: the answer is another process's, and proves nothing.
 
         """
         request = abort_pb2.AbortRoomRequest(
-            bootstrap_room=room, message=message, recipient=convert.instance_to(recipient), ticket=ticket
+            bootstrap_room=room,
+            message=error.message,
+            recipient=convert.instance_to(recipient),
+            ticket=ticket,
+            failure=to_status(error),
         )
         response = await self._connection.call(self._abort.AbortRoom, request, timeout=ATTEMPT_S)
         if convert.instance_from(response.drained, "drained") != recipient:

@@ -65,6 +65,7 @@ class RoomKeeper(ABC, Generic[R]):
             running=len(self._rooms) - len(waiting_rooms),
             pages_total=pool.pages_total,
             pages_available=pool.pages_free + pool.pages_cached,
+            least_priority=min((room.request.priority for room in waiting_rooms), default=0),
         )
 
     async def reap(self) -> None:

@@ -52,7 +52,7 @@ class Answering:
         allocation, request = _held(room), room.request
         room.trace.enter(SpanName.FIRST_TOKEN)
         room.builder = self._engine.new_answer(request, self._cached_tokens(request, metadata, allocation))
-        self._memory.share(allocation)  # from here on the prefix is more than what was found
+        self._queue.share(allocation)  # from here on the prefix is more than what was found
         room.sequence.append(metadata.first_token)
         piece = room.builder.accept(metadata.first_token, metadata.logprob)
         self._hub.publish([piece])
@@ -63,8 +63,9 @@ class Answering:
         """Takes the room out of every step; then what it still holds is nobody else's concern."""
         if room.answer is not None:
             await self._scheduler.leave(room.answer)
-            if _settle(room):
-                self._queue.grant()  # it has given its pages up, and will not come back for others
+            _settle(room)
+        if room.builder is not None and room.allocation is None:
+            self._queue.grant()  # its pages were given up for others, and it will not come back for new ones
         if room.copy is not None:
             self._copies.drop(room.copy)
             room.copy = None
@@ -81,6 +82,7 @@ class Answering:
         if not room.sequence.output:
             room.trace.enter(SpanName.PROMPT_COMPUTE, cached_tokens=room.sequence.computed)
             await answer.began.wait()
+            self._queue.grant()  # others may begin with this prompt now
         stage = room.trace.enter(SpanName.DECODE_STEPS)
         before = len(room.sequence.output)
         await asyncio.shield(answer.ended)

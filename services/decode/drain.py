@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pd_common.aio import Tasks
 from pd_common.control.connection import Dial
 from pd_common.control.peer_client import PeerClient
-from pd_common.errors import DeadlineExceeded, PdError, PeerLost
+from pd_common.errors import DeadlineExceeded, PdError, PeerLost, RoomAborted
 from pd_common.handoff.metadata import Slot
 from pd_common.handoff.process import host_id, process_is_gone
 from pd_common.handoff.quarantine import Quarantine
@@ -60,7 +60,7 @@ class Drain:
         heard = False
         while not heard:
             try:
-                await prefill.client.abort_room(room, error.message, prefill.instance, ticket=ticket)
+                await prefill.client.abort_room(room, error, prefill.instance, ticket=ticket)
                 heard = True
             except (PeerLost, DeadlineExceeded):
                 if prefill.fenced.is_set() or time.monotonic() >= deadline_s:
@@ -90,7 +90,8 @@ class Drain:
         # A connection of its own each time: that of the pairing may be closed, and certificates change meanwhile.
         connection = self._dial(writer.connection.address, Role.PREFILL)
         try:
-            await PeerClient(connection).abort_room(room, "decode gave the room up", writer.instance, ticket=ticket)
+            given_up = RoomAborted("decode gave the room up", room=room)
+            await PeerClient(connection).abort_room(room, given_up, writer.instance, ticket=ticket)
         except PdError as error:
             _log.debug("no drain proof for room %s yet: %s", room, error.message)
             return False

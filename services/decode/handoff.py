@@ -76,14 +76,14 @@ class Handoff:
     ) -> KVReceiver:
         """Publishes the prompt's pages. A prefill that has restarted, or forgotten this decode, is paired anew once."""
         if not self._prefills.is_current(prefill):
-            prefill = await self._prefills.pair_with(bootstrap, room.number)
+            prefill = room.prefill = await self._prefills.pair_with(bootstrap, room.number)
         try:
             return await self._offer_to(room, prefill, allocation)
         except (StaleInstance, ReceiverUnknown) as refused:
             # Refused before anything could be written: these pages are known to nobody.
             room.offered_to = None
             await self._prefills.forget(prefill, refused.message)
-        prefill = await self._prefills.pair_with(bootstrap, room.number)
+        prefill = room.prefill = await self._prefills.pair_with(bootstrap, room.number)
         return await self._offer_to(room, prefill, allocation)
 
     async def _offer_to(self, room: Room, prefill: Prefill, allocation: Allocation) -> KVReceiver:

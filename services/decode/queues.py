@@ -9,6 +9,7 @@ from itertools import count
 
 from pd_common.engine.request import Sequence
 from pd_common.handoff.metadata import Slot
+from pd_common.types import PageIndices
 from services.decode.admission import Budget, Demand, budget_of, demand_of
 from services.decode.memory import Allocation, DecodeMemory
 
@@ -83,6 +84,17 @@ class PreallocQueue:
         """As `DecodeMemory.free_slot`; then whoever fits now is let in."""
         self._memory.free_slot(allocation)
         self.grant()
+
+    def share(self, allocation: Allocation) -> None:
+        """As `DecodeMemory.share`; then whoever fits now is let in: it may need fewer pages of its own."""
+        self._memory.share(allocation)
+        self.grant()
+
+    def detach(self, allocation: Allocation) -> tuple[PageIndices, Slot]:
+        """As `DecodeMemory.detach`; then whoever fits now is let in: its row and its prefix are free at once."""
+        detached = self._memory.detach(allocation)
+        self.grant()
+        return detached
 
     def take_back(self, slot: Slot) -> None:
         """As `DecodeMemory.take_back`; then whoever fits now is let in."""

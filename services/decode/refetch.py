@@ -43,11 +43,12 @@ class Refetch:
         if bootstrap is None or prefill is None or not self._prefills.is_current(prefill):
             return False
         room.trace.enter(SpanName.RESTORE, way="prefill")
-        try:
-            await self._hand_over_again(room, bootstrap, prefill)
-        except PdError as refused:
-            _log.warning("room %s is computed again here, not by prefill: %s", room.number, refused.message)
-        return room.allocation is not None
+        inner = await self._hand_over_again(room, bootstrap, prefill)
+        if room.allocation is not None:
+            return True
+        failure = self._service.transfers.get(inner.number).failure
+        _log.warning("room %s is computed again here, not by prefill: %s", room.number, failure)
+        return False
 
     async def watch(self) -> None:
         """Raises InternalError when a call to prefill has died unexpectedly. Otherwise it never returns."""
@@ -56,7 +57,7 @@ class Refetch:
     async def close(self) -> None:
         await self._legs.close()
 
-    async def _hand_over_again(self, room: Room, bootstrap: BootstrapAddress, prefill: Prefill) -> None:
+    async def _hand_over_again(self, room: Room, bootstrap: BootstrapAddress, prefill: Prefill) -> Room:
         async def receive(inner: Room) -> None:
             await self._handoff.receive(inner, bootstrap)
             room.allocation, inner.allocation = inner.allocation, None
@@ -64,12 +65,14 @@ class Refetch:
         request = self._request_again(room)
         inner = self._service.open(request, room.sequence, SpanName.REFETCH, room.trace.context, receive)
         inner.has_turn = True  # it is as old as the answer that it is for
+        inner.prefill = prefill  # which is told if it ends early
         self._legs.start(f"prefill's leg of room {inner.number}", self._ask(inner, prefill))
         try:
             await inner.ended()
         finally:  # the room may be stopped meanwhile; what it is given is given before it concludes
             self._service.abandon(inner.number, RoomAborted("the answer that it was for is over", room=inner.number))
             await inner.ended()
+        return inner
 
     async def _ask(self, inner: Room, prefill: Prefill) -> None:
         client = GenerationClient(prefill.connection)

@@ -40,6 +40,9 @@ from services.decode.prefills import Prefills
 from services.decode.queues import PreallocQueue
 from services.decode.rooms import Room, set_memory_aside
 
+_LOOK_AGAIN_S = 0.01
+"""Until a lost prefill is offered nothing any more: its rooms end, or take their offers back, within a few turns."""
+
 _Work = Coroutine[Any, Any, None]
 
 
@@ -176,11 +179,17 @@ class DecodeService(RoomKeeper[Room]):
             self.abandon(transfer.room, error)
 
     async def proven(self, instance: Instance) -> None:
-        """Returns when this lost process can write nothing here: the rooms offered to it are over, its proofs given."""
-        for room in tuple(self._rooms.values()):
-            if room.task is not None and room.offered_to is not None and room.offered_to.instance == instance:
-                await room.task.ended()
+        """Returns when this lost process can write nothing here: no room is offered to it, and its proofs are given.
+
+        A room whose offer it has refused may be among those that wait for this.
+        """
+        while self._is_offered_to(instance):  # noqa: ASYNC110  a room ends, or its offer was refused
+            await asyncio.sleep(_LOOK_AGAIN_S)
         await self._drain.proven(instance)
+
+    def _is_offered_to(self, instance: Instance) -> bool:
+        offered = (room.offered_to for room in self._rooms.values())
+        return any(prefill is not None and prefill.instance == instance for prefill in offered)
 
     # --- the life of a room ---
 
@@ -232,7 +241,7 @@ class DecodeService(RoomKeeper[Room]):
         if room.offered_to is None:
             self._queue.release(room.allocation)
         else:
-            pages, slot = self._memory.detach(room.allocation)
+            pages, slot = self._queue.detach(room.allocation)
             self._drain.hold(room.number, room.offered_to, pages, slot, room.request.ticket)
 
     # --- housekeeping ---

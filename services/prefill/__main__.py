@@ -35,7 +35,7 @@ from services.prefill.servicers import PageAllocationServicer
     "--last-chunk-tokens",
     default=512,
     type=click.IntRange(min=1),
-    help="Prompt tokens in a prompt's last step: their pages are sent when nothing is left to compute meanwhile.",
+    help="Most tokens in a prompt's last step: nothing of it is left to compute while their pages are sent.",
 )
 @click.option(
     "--optimistic-prefill-attempts",

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from pd_common.errors import PdError, PeerLost, TransferFailed
-from pd_common.handoff.chunk import ChunkPlanner, TransferKVChunk
-from pd_common.handoff.metadata import CachedTokens, HandoffMetadata, Slot
+from pd_common.errors import InternalError, PdError, PeerLost, TransferFailed
+from pd_common.handoff.chunk import ChunkPlanner, PoolBuffers, TransferKVChunk
+from pd_common.handoff.destination import Destination
+from pd_common.handoff.digest import PageDigest
+from pd_common.handoff.metadata import CachedTokens, HandoffMetadata, MetadataBuffers, Slot
 from pd_common.handoff.sender import KVSender
 from pd_common.handoff.state import TransferState
 from pd_common.handoff.table import TransferTable
@@ -25,7 +28,7 @@ from services.prefill.reports import Reports
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handover:
-    """What a room holds while it is computed and sent; `PrefillService` gives it back."""
+    """A room that is computed and sent, from `Handovers.begin` to `Handovers.end`."""
 
     room: BootstrapRoom
     trace: RoomTrace
@@ -60,7 +63,7 @@ class Handover:
     async def _compute(self, sends: asyncio.TaskGroup) -> tuple[TransferKVChunk, HandoffMetadata]:
         while True:
             done = await self.job.next_chunk()
-            if done.start >= self.job.cached_tokens:
+            if not done.was_cached:
                 tokens = done.end - done.start
                 self.trace.record(SpanName.CHUNK_COMPUTE, done.began_ns, done.ended_ns, tokens=tokens, end=done.end)
             is_last = done.sampled is not None
@@ -102,3 +105,42 @@ class Handover:
         if metadata is None:
             return await self.sender.send_kv_chunk(chunk)
         return await self.sender.finish(chunk, metadata)
+
+
+class Handovers:
+    """Begins and ends them. Each has a metadata slot of its own, from which the last row is written."""
+
+    def __init__(
+        self,
+        source: PoolBuffers,
+        metadata: MetadataBuffers,
+        transfers: TransferTable,
+        new_digest: Callable[[], PageDigest] | None,
+    ) -> None:
+        self._source = source
+        self._metadata = metadata
+        self._transfers = transfers
+        self._new_digest = new_digest
+        self._free_slots = asyncio.Semaphore(metadata.free_slots)
+
+    def use(self, receivers: Receivers) -> None:
+        """Who offers memory; made after this."""
+        self._receivers = receivers
+
+    async def begin(self, trace: RoomTrace, job: Job, destination: Destination, reports: Reports) -> Handover:
+        """Waits for a slot. Who has one has pages already, so it waits for nobody who waits for a slot."""
+        room, offer = job.sequence.request.room, destination.offer
+        planner = ChunkPlanner(room, offer.prompt_tokens, self._source.page_size, offer.decode_prefix_len)
+        await self._free_slots.acquire()
+        slot = self._metadata.alloc()
+        if slot is None:
+            raise InternalError("the semaphore and the metadata slots disagree")
+        digest = None if self._new_digest is None else self._new_digest()
+        sender = KVSender(room, self._source, destination, self._metadata, slot, digest)
+        return Handover(room, trace, job, slot, sender, planner, reports, self._receivers, self._transfers)
+
+    async def end(self, handover: Handover) -> None:
+        """Returns when nothing of it is written any more, so that its pages are not read either (I3)."""
+        await handover.sender.abort()
+        self._metadata.free(handover.slot)
+        self._free_slots.release()

@@ -21,6 +21,11 @@ class ChunkDone:
     ended_ns: int
     sampled: SampledToken | None
 
+    @property
+    def was_cached(self) -> bool:
+        """Nothing had to be computed for it."""
+        return self.began_ns == self.ended_ns
+
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -37,7 +42,8 @@ class Job:
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     """It has pages, or has had them and is released."""
     cached_tokens: int = 0
-    """Tokens at the beginning that need not be computed."""
+    """Tokens at the beginning that others had computed; what an earlier attempt has left does not count."""
+    _begun: bool = False
     _results: asyncio.Queue[ChunkDone | PdError] = field(default_factory=asyncio.Queue)
 
     async def next_chunk(self) -> ChunkDone:
@@ -59,7 +65,9 @@ class Job:
 
     def begin(self, cached_tokens: int) -> None:
         """It has pages now, and those of the first `cached_tokens` tokens are computed."""
-        self.sequence.computed = self.cached_tokens = cached_tokens
+        self.cached_tokens = min(cached_tokens, self.cached_tokens) if self._begun else cached_tokens
+        self._begun = True
+        self.sequence.computed = cached_tokens
         self.turn.set()
         if cached_tokens:
             now_ns = spans.now_ns()
@@ -72,6 +80,6 @@ class Job:
         """As if it had never been begun, but for the attempt; its pages are given back already."""
         self.attempts_left -= 1
         self.turn.clear()
-        self.cached_tokens = self.sequence.computed = 0
+        self.sequence.computed = 0
         self.sequence.output.clear()
         self._results = asyncio.Queue()

@@ -20,7 +20,6 @@ from pd_common.engine.engine import Engine
 from pd_common.engine.request import Sequence, validate_request
 from pd_common.errors import (
     CapacityExceeded,
-    InternalError,
     InvalidRequest,
     PdError,
     PeerLost,
@@ -31,20 +30,18 @@ from pd_common.errors import (
     TransferFailed,
 )
 from pd_common.generation import FinishReason, GenerationRequest, Output, Usage
-from pd_common.handoff.chunk import ChunkPlanner, PoolBuffers
+from pd_common.handoff.chunk import PoolBuffers
 from pd_common.handoff.destination import Destination, Offer
 from pd_common.handoff.digest import PageDigest, digest_prompt
 from pd_common.handoff.metadata import MetadataBuffers
 from pd_common.handoff.quarantine import Held
-from pd_common.handoff.sender import KVSender
 from pd_common.handoff.state import Progress, Transfer, TransferState
 from pd_common.handoff.table import TransferTable
 from pd_common.telemetry.spans import RoomTrace, SpanName
 from pd_common.transport.fake import is_fake
 from pd_common.types import BootstrapRoom, Instance
 from services.prefill.fake import offer_of_nothing
-from services.prefill.handover import Handover
-from services.prefill.job import Job
+from services.prefill.handover import Handovers
 from services.prefill.receivers import Receiver, Receivers
 from services.prefill.reports import Reports
 from services.prefill.rooms import Offered, Room, own_leg
@@ -74,17 +71,16 @@ class PrefillService(RoomKeeper[Room]):
         self._engine = engine
         self._scheduler = scheduler
         self._metadata = metadata
-        self._free_slots = asyncio.Semaphore(metadata.free_slots)
-        self._new_digest = new_digest
+        self._handovers = Handovers(source, metadata, transfers, new_digest)
         self._optimistic_attempts = optimistic_attempts
         self._handshake_only = handshake_only
-        self._source = source
         self._offered: dict[BootstrapRoom, Offered] = {}
         self._announced: Callable[[BootstrapRoom], AbstractAsyncContextManager[object]] = nullcontext
 
     def use(self, receivers: Receivers) -> None:
         """Who offers memory; it calls back into this service, so it is made after it."""
         self._receivers = receivers
+        self._handovers.use(receivers)
 
     def announce_with(self, announced: Callable[[BootstrapRoom], AbstractAsyncContextManager[object]]) -> None:
         """Entered while a room waits for decode, which cannot find it otherwise among data-parallel ranks."""
@@ -119,8 +115,6 @@ class PrefillService(RoomKeeper[Room]):
         leg = self._validated_leg(request)
         if leg.room in self._rooms and self.transfers.find(leg.room) is None:  # its last write outlives its record
             raise RoomInUse(f"room {leg.room} has not ended yet", room=leg.room)
-        if leg.room not in self._rooms:
-            self._make_way_or_tell(leg)
         now = time.monotonic()
         deadline_s = now + request.timeout_s
         digest = digest_prompt(request.prompt)
@@ -131,16 +125,12 @@ class PrefillService(RoomKeeper[Room]):
         except PromptMismatch as mismatch:
             self._start(leg, parent, _refused(mismatch))  # it is decode that has to be told
             raise
-        self._start(leg, parent)
-
-    def _make_way_or_tell(self, leg: GenerationRequest) -> None:
-        """Raises as `_make_way`. A decode that has offered memory already hears of it: no request will follow."""
         try:
             self._make_way(leg)
         except CapacityExceeded as full:
-            if leg.room in self._offered:
-                self.abandon(leg.room, full)
+            self.abandon(leg.room, full)  # decode hears of it, be its offer here or still to come
             raise
+        self._start(leg, parent)
 
     def _start(self, leg: GenerationRequest, parent: Context, refusal: Coroutine[Any, Any, None] | None = None) -> None:
         number = leg.room
@@ -238,7 +228,7 @@ class PrefillService(RoomKeeper[Room]):
         room.trace.enter(SpanName.COMPUTE_WAIT)
         self._scheduler.promise(room.job)
         await room.job.turn.wait()
-        room.handover = await self._begin(room, room.job, offered)
+        room.handover = await self._handovers.begin(room.trace, room.job, offered.destination, offered.reports)
         await room.handover.carry_out()
 
     async def _offer_for(self, room: Room) -> Offered:
@@ -252,20 +242,6 @@ class PrefillService(RoomKeeper[Room]):
         self.transfers.advance(room.request.room, TransferState.TRANSFERRING, time.monotonic())
         room.trace.enter(SpanName.COMMIT)
         await offered.reports.success(Progress(1, len(offered.destination.offer.pages), 0))
-
-    async def _begin(self, room: Room, job: Job, offered: Offered) -> Handover:
-        """Takes a metadata slot. Who has one has pages already, so it waits for nobody who waits for a slot."""
-        number, destination, offer = room.request.room, offered.destination, offered.destination.offer
-        planner = ChunkPlanner(number, offer.prompt_tokens, self._source.page_size, offer.decode_prefix_len)
-        await self._free_slots.acquire()
-        slot = self._metadata.alloc()
-        if slot is None:
-            raise InternalError("the semaphore and the metadata slots disagree")
-        digest = None if self._new_digest is None else self._new_digest()
-        sender = KVSender(number, self._source, destination, self._metadata, slot, digest)
-        return Handover(
-            number, room.trace, job, slot, sender, planner, offered.reports, self._receivers, self.transfers
-        )
 
     async def _conclude(self, room: Room, error: PdError | None) -> None:
         if error is None:
@@ -291,14 +267,11 @@ class PrefillService(RoomKeeper[Room]):
         self._hub.publish([Output(number, finish=FinishReason.HANDED_OFF, usage=usage)])
 
     async def _release(self, room: Room) -> None:
-        """Waits until nothing is written or read any more, then gives pages and slot back."""
+        """What is written first: whoever reads pages must be done before they are given back."""
         if room.handover is not None:
-            await room.handover.sender.abort()
+            await self._handovers.end(room.handover)
         if room.job is not None:
             await self._scheduler.release(room.job)
-        if room.handover is not None:
-            self._metadata.free(room.handover.slot)
-            self._free_slots.release()
 
     async def tend(self, now: float) -> None:
         for receiver in self._receivers.unheld(now):

@@ -48,7 +48,7 @@ from services.router.worker import Worker
     "--disaggregation-min-prompt-tokens",
     default=0,
     type=click.IntRange(min=0),
-    help="Prompts with fewer tokens go to a decode alone, which computes them itself.",
+    help="Prompts with fewer tokens go to a decode alone, which computes them itself; 0: none.",
 )
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 or :: for every interface.")
 @click.option(

@@ -75,17 +75,19 @@ class Dispatcher:
         return model
 
     async def generate(self, request: ClientRequest) -> AsyncGenerator[Output, None]:
-        """On the best route; where its workers refuse for want of room, in a new room on the next best, and so on."""
+        """On the best route; where workers have no place for it, in a new room on the next best one without them."""
         choice = self._policy.choose(request)
-        for route in choice.routes:
-            room = self._room(route, request)
+        routes = list(choice.routes)
+        while True:
+            room = self._room(routes[0], request)
             try:
                 async with aclosing(self._answer(room, choice.reason)) as outputs:
                     async for output in outputs:
                         yield output
                 return
             except CapacityExceeded:
-                if not room.refused or request.room is not None or route is choice.routes[-1]:
+                routes = [route for route in routes if room.full.isdisjoint(route.workers)]
+                if not room.full or request.room is not None or not routes:
                     raise
 
     # --- one request ---
@@ -136,12 +138,11 @@ class Dispatcher:
         answers = await asyncio.gather(
             *(leg.submit(room.request, spans.inside(stage)) for leg in room.legs), return_exceptions=True
         )
-        room.foreign = tuple(
-            leg for leg, answer in zip(room.legs, answers, strict=True) if isinstance(answer, RoomInUse)
-        )
+        room.foreign = _who_said(RoomInUse, room.legs, answers)
+        if not room.aborts:
+            room.full = _who_said(CapacityExceeded, room.legs, answers)
         for answer in reversed(answers):  # decode's word first: it knows the whole answer's needs
             if answer is not None:
-                room.refused = isinstance(answer, CapacityExceeded) and not room.aborts
                 raise answer
         trace.leave()
 
@@ -191,6 +192,12 @@ class Dispatcher:
             if worker.is_live:
                 return worker
         raise NoWorkers(f"no worker is connected: {self.not_ready_reason()}")
+
+
+def _who_said(
+    error: type[PdError], legs: Sequence[Worker], answers: Sequence[BaseException | None]
+) -> frozenset[Worker]:
+    return frozenset(leg for leg, answer in zip(legs, answers, strict=True) if isinstance(answer, error))
 
 
 def _sink(arrivals: asyncio.Queue[tuple[Role, Output]], role: Role) -> Sink:

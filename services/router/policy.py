@@ -28,8 +28,8 @@ class LeastLoaded:
     """Of the usable routes the one with least to do; those where decode has pages for the prompt come first.
 
     A prompt shorter than `min_prompt_tokens` goes to a decode alone, and every prompt does where there is no prefill;
-    but who names a prefill gets it. A worker with a full queue gets only requests that are more urgent than usual: it
-    may send away a less urgent one for them.
+    but who names a prefill gets it. A worker with a full queue gets only requests that are more urgent than one of
+    those that wait there: it sends that one away.
     """
 
     def __init__(self, prefills: Sequence[Worker], decodes: Sequence[Worker], min_prompt_tokens: int = 0) -> None:
@@ -64,16 +64,16 @@ class LeastLoaded:
         Raises:
             NoWorkers: no route is proven, and none was before it came into doubt.
             InvalidRequest: the router does not have the prefill that is asked for.
-            CapacityExceeded: every route has a worker with a full queue.
+            CapacityExceeded: on every route there is a worker that would refuse it.
 
         """
         routes, reason = self._candidates(request)
         proven = usable(routes)
         if not proven:
             raise NoWorkers(f"no usable {'pair' if routes[0].prefill else 'decode'}: {why_none(routes)}")
-        open_routes = [route for route in proven if request.priority > 0 or not route.full_workers]
+        open_routes = [route for route in proven if not route.refusals(request.priority)]
         if not open_routes:
-            raise _all_full(proven)
+            raise _all_full(proven, request.priority)
         return Choice(tuple(sorted(open_routes, key=partial(_rank, prompt_tokens=len(request.prompt)))), reason)
 
     def _candidates(self, request: ClientRequest) -> tuple[Sequence[Route], str]:
@@ -100,13 +100,15 @@ class LeastLoaded:
 
 def _rank(route: Route, prompt_tokens: int) -> tuple[bool, bool, int]:
     """The lowest is the best."""
-    return bool(route.full_workers), not route.has_pages_for(prompt_tokens), route.to_do
+    return route.is_full, not route.has_pages_for(prompt_tokens), route.to_do
 
 
-def _all_full(routes: Sequence[Route]) -> CapacityExceeded:
-    workers = dict.fromkeys(worker for route in routes for worker in route.full_workers)
-    waiting = [f"{worker} has {worker.load.queued} requests waiting" for worker in workers if worker.load is not None]
-    first_s = math.ceil(min(route.oldest_wait_s for route in routes))
+def _all_full(routes: Sequence[Route], priority: int) -> CapacityExceeded:
+    """To come back after as long as the first in the shortest queue has waited; of a pair the longer wait counts."""
+    refusals = [route.refusals(priority) for route in routes]
+    queues = {worker: load.queued for refusal in refusals for worker, load in refusal.items()}
+    waiting = [f"{worker} has {queued} requests waiting" for worker, queued in queues.items()]
+    first_s = math.ceil(min(max(load.oldest_wait_s for load in refusal.values()) for refusal in refusals))
     return CapacityExceeded(
         f"no worker takes more requests now: {'; '.join(waiting)}",
         retry_after_s=min(max(first_s, 1), _MOST_RETRY_AFTER_S),

@@ -24,7 +24,7 @@ class OpenRoom:
 
     `answered` once its last output has come; `left` once nobody reads its outputs any more; `aborts` are the calls that
     end the legs, once it is being aborted; `foreign` are the legs where somebody else has a room of this number;
-    `refused` if its workers had too much to do to take it in.
+    `full` those that had too much to do to take it in, unless it was aborted meanwhile.
     """
 
     request: GenerationRequest
@@ -33,8 +33,8 @@ class OpenRoom:
     answered: bool = False
     left: bool = False
     aborts: tuple[asyncio.Task[None], ...] = ()
-    foreign: tuple[Worker, ...] = ()
-    refused: bool = False
+    foreign: frozenset[Worker] = frozenset()
+    full: frozenset[Worker] = frozenset()
 
     @property
     def number(self) -> BootstrapRoom:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pd_common.generation import Load
 from services.router.worker import Worker
 
 Lives = tuple[str, ...]
@@ -74,14 +75,14 @@ class Route:
     # --- how much there is to do, as the workers have said last ---
 
     @property
-    def full_workers(self) -> tuple[Worker, ...]:
-        """Those that would refuse one more request."""
-        return tuple(worker for worker in self.workers if worker.load is not None and worker.load.is_full)
+    def is_full(self) -> bool:
+        """One of its workers takes a request only in place of another."""
+        return any(worker.load is not None and worker.load.is_full for worker in self.workers)
 
-    @property
-    def oldest_wait_s(self) -> float:
-        """How long the first in the queue of a full worker has waited; of two the longer."""
-        return max((worker.load.oldest_wait_s for worker in self.full_workers if worker.load is not None), default=0.0)
+    def refusals(self, priority: int) -> dict[Worker, Load]:
+        """The workers that would refuse a request of this priority, and what they have to do."""
+        loads = {worker: worker.load for worker in self.workers if worker.load is not None}
+        return {worker: load for worker, load in loads.items() if load.refuses(priority)}
 
     def has_pages_for(self, prompt_tokens: int) -> bool:
         """Decode could set pages aside for such a prompt now."""

@@ -24,8 +24,8 @@ from pd_common.transport.ucx.transport import UcxTransport
 from pd_common.types import PageIndices, RankInfo, RankPosition, Role
 from services.prefill.membership import Membership
 from tests.control.serving import DATA_PLANE, LOOPBACK
-from tests.services.byte_engine import ByteEngine
-from tests.services.lives import DecodeLife, Life, PrefillLife, Real
+from tests.services.byte_engine import ByteEngine, Gate
+from tests.services.lives import GENEROUS, USUAL, DecodeLife, Growth, Life, PrefillLife, Real
 
 CANARY = 0x5EED_CAFE
 CHUNK_TOKENS = 64
@@ -44,6 +44,10 @@ class Settings:
     slots: int = 16
     width: int = 1024
     beat_s: float = beats.BEAT_S
+    growth: Growth = USUAL
+    """Of decode."""
+    optimistic: int = 0
+    """How often prefill may begin a prompt before its offer."""
 
 
 class Canary:
@@ -101,6 +105,18 @@ class StopInTheMiddle:
         self._left = puts
 
 
+class LaterGate(Gate):
+    """Lets so many pass, and stops who comes then."""
+
+    def __init__(self, passes: int) -> None:
+        super().__init__()
+        self._passes = passes
+
+    async def wait(self) -> bool:  # type: ignore[override]
+        self._passes -= 1
+        return self._passes >= 0 or await super().wait()
+
+
 class Member:
     """The process."""
 
@@ -113,8 +129,9 @@ class Member:
         self.life: Life
         if settings.role is Role.PREFILL:
             self.life = PrefillLife(LoopbackNetwork(), pages, slots, CHUNK_TOKENS, 60.0, real)
+            self.life.service._optimistic_attempts = settings.optimistic
         else:
-            self.life = DecodeLife(LoopbackNetwork(), pages, slots, 60.0, real)
+            self.life = DecodeLife(LoopbackNetwork(), pages, slots, 60.0, real, GENEROUS, settings.growth)
             self._canary = Canary(self.life.engine)
 
     async def serve(self) -> None:
@@ -142,6 +159,26 @@ class Member:
 
     def stop_after_puts(self, number: int) -> None:
         self._stopper.arm(number)
+
+    def stop_at_call(self, number: int) -> None:
+        """The engine does nothing more after so many calls, until it may `go_on`."""
+        gate = self.life.engine.gate = LaterGate(number)
+        self._go_on = gate.set
+
+    def fill(self, _: int) -> None:
+        """Nobody gets pages until this process may `go_on`."""
+        self._go_on = self.life.fill()
+
+    def go_on(self, _: int) -> None:
+        self._go_on()
+
+    def is_still(self, _: int) -> bool:
+        return self.life.engine.gate.reached.is_set()
+
+    def is_parked(self, _: int) -> bool:
+        """A prompt is computed, and waits for its offer."""
+        life = self.life
+        return isinstance(life, PrefillLife) and any(job.sequence.output for job in life.scheduler._running)
 
     def damaged(self, _: int) -> list[int]:
         return self._canary.damaged()

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from pd_common import config
 from pd_common.config import ListenConfig, ModelConfig, RankConfig, RoomConfig, TransportConfig
+from pd_common.scheduling import DecodeConfig, SchedulingConfig, decode_options, scheduling_options
 from pd_common.types import BootstrapAddress, RankPosition
 from services.prefill.__main__ import main as prefill
 from services.router.__main__ import main
@@ -17,6 +18,8 @@ from services.router.__main__ import main
 
 @click.command(context_settings=config.CONTEXT)
 @config.model_options
+@scheduling_options
+@decode_options
 @config.listen_options(port=8998)
 @config.rank_options
 @config.transport_options
@@ -41,7 +44,13 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_defaults_are_whole_settings() -> None:
     options = parse("--model", "m")
-    assert config.pick(ModelConfig, options) == ModelConfig(Path("m"), "auto", "auto", None, 16, 65536, 32)
+    assert config.pick(ModelConfig, options) == ModelConfig(Path("m"), "auto", "auto", None, 16, 65536, None)
+    steps = SchedulingConfig(
+        32, 2048, enable_prefix_cache=True, max_queued_requests=1024, queue_timeout_s=60.0, check_integrity=False
+    )
+    assert config.pick(SchedulingConfig, options) == steps
+    growth = config.pick(DecodeConfig, options)
+    assert (growth.num_reserved_decode_tokens, growth.rows, growth.host_pages) == (512, 64, 4096)
     assert config.pick(ListenConfig, options) == ListenConfig("127.0.0.1", 8998, None, None)
     assert config.pick(TransportConfig, options) == TransportConfig("ucx", "wheel", "own", None, digest=True)
     assert config.pick(RoomConfig, options) == RoomConfig(30.0, 300.0, 300.0, 300.0)
@@ -65,6 +74,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch:
         (["--disaggregation-bootstrap-port", "9000"], "port", 9000),
         (["--disaggregation-transfer-backend", "ucx"], "transfer_backend", "ucx"),
         (["--max-total-tokens", "1024"], "kv_cache_tokens", 1024),
+        (["--disaggregation-decode-extra-slots", "3"], "decode_extra_slots", 3),
     ],
 )
 def test_sglang_names_mean_the_same(args: list[str], name: str, value: object) -> None:

@@ -106,6 +106,7 @@ loads = st.builds(
     running=uint32,
     pages_total=uint32,
     pages_available=uint32,
+    least_priority=st.integers(-(2**31), 2**31 - 1),
 )
 alternatives = st.builds(TokenLogprob, uint32, double, text=text)
 logprobs = st.builds(TokenLogprob, uint32, double, tuples(alternatives), text)

@@ -14,7 +14,15 @@ from pd_common.control.connection import Connection
 from pd_common.control.generation_client import GenerationClient
 from pd_common.control.peer_client import PeerClient
 from pd_common.control.rooms import PoolStatus
-from pd_common.errors import InvalidRequest, RoomAborted, RoomUnknown, StaleInstance, TransferFailed
+from pd_common.errors import (
+    CapacityExceeded,
+    InvalidRequest,
+    PeerLost,
+    RoomAborted,
+    RoomUnknown,
+    StaleInstance,
+    TransferFailed,
+)
 from pd_common.handoff.deadlines import Timeouts
 from pd_common.handoff.state import Progress, Transfer, TransferState
 from pd_common.handoff.table import TransferTable
@@ -343,13 +351,15 @@ async def test_aborting_a_room_before_its_request_comes_keeps_it_out(
     await outputs.aclose()
 
 
-async def test_an_abort_for_another_life_is_refused(rooms: FakeRooms, peer: PeerClient) -> None:
+async def test_an_abort_is_for_one_life_and_says_why(rooms: FakeRooms, peer: PeerClient) -> None:
     room = open_room(rooms, 5)
     with pytest.raises(StaleInstance):
-        await peer.abort_room(room, "enough", Instance("decode-0", 6), ticket=b"")
+        await peer.abort_room(room, PeerLost("gone"), Instance("decode-0", 6), ticket=b"")
     assert not rooms.transfers.get(room).state.is_final
-    await peer.abort_room(room, "enough", rooms.instance, ticket=b"")
-    assert rooms.transfers.get(room).state.is_final
+    await peer.abort_room(room, CapacityExceeded("full", retry_after_s=7), rooms.instance, ticket=b"")
+    failure = rooms.transfers.get(room).failure
+    assert isinstance(failure, CapacityExceeded)
+    assert (failure.message, failure.metadata) == ("full", {"retry_after_s": "7"})
 
 
 async def test_an_abort_names_a_room(client: GenerationClient) -> None:

@@ -218,3 +218,11 @@ async def test_the_load_tells_how_long_the_oldest_has_waited(keeper: Keeper) -> 
     keeper.submit(Room(a_request(1), waiting_since=time.monotonic() - 7))
     keeper.submit(Room(a_request(2), waiting_since=time.monotonic() - 3))
     assert 7 <= keeper.load().oldest_wait_s < 60
+
+
+async def test_the_load_tells_which_request_would_be_refused(keeper: Keeper) -> None:
+    for room in rooms(3, -2):
+        keeper.submit(room)
+    assert not keeper.load().refuses(-9)
+    keeper.submit(Room(a_request(3, 1)))
+    assert [keeper.load().refuses(priority) for priority in (-3, -2, -1, 0)] == [True, True, False, False]

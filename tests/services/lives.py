@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 from pd_common.control.abort_servicer import AbortServicer
@@ -128,15 +130,33 @@ class PrefillLife:
     def works(self) -> tuple[Coroutine[Any, Any, None], ...]:
         return self.scheduler.run(), self.service.reap()
 
+    def fill(self) -> Callable[[], None]:
+        """Takes all pages that can be had; gives what gives them back."""
+        pages = self.prefixes.alloc(self.prefixes.num_available)
+        assert pages is not None
+
+        def give_back() -> None:
+            self.prefixes.free(pages)
+            self.scheduler._blocked = None
+            self.scheduler._work.set()
+
+        return give_back
+
     def assert_untouched(self) -> None:
-        """Nothing is held, nothing is remembered as running; what is cached can be had."""
-        status = self.service.pool_status()
-        whole = (status.pages_free + status.pages_cached, status.slots_free, status.live_rooms)
-        assert whole == (status.pages_total, status.slots_total, 0)
-        assert self.service._free_slots._value == status.slots_total
-        assert (list(self.scheduler._waiting), self.scheduler._running) == ([], [])
-        assert (self.transfers.live(), self.hub._owner) == ([], {})
-        self.prefixes.check_integrity()
+        """Every counter is where it was at the start: nothing is held, nothing is remembered as running."""
+        status, service, scheduler = self.service.pool_status(), self.service, self.scheduler
+        assert_nothing(
+            pages=status.pages_total - status.pages_free - status.pages_cached,
+            slots=status.slots_total - status.slots_free,
+            places=status.slots_total - service._handovers._free_slots._value,
+            canaries=self.canaries.num_pages - self.canaries._free.qsize(),
+            rooms=service._rooms,
+            offers=service._offered,
+            tasks=unfinished(service._tasks),
+            jobs=(*scheduler._waiting, *scheduler._running, *scheduler._prefix_of, *scheduler._stepping),
+            **_remembered(self.transfers, self.hub),
+        )
+        self.prefixes.check_integrity(owned=(), held=())
 
     async def close(self) -> None:
         await self.receivers.close()
@@ -235,15 +255,29 @@ class DecodeLife:
         return lambda: self.queue.release(allocation)
 
     def assert_untouched(self) -> None:
-        """Nothing is held, nothing is remembered as running; what is cached can be had."""
-        status = self.service.pool_status()
-        assert (status.pages_quarantined, status.slots_quarantined, status.pages_on_host) == (0, 0, 0)
-        whole = (status.pages_free + status.pages_cached, status.slots_free, status.live_rooms)
-        assert whole == (status.pages_total, status.slots_total, 0)
-        assert (status.requests_queued, status.requests_retracted, self.queue.waiting) == (0, 0, 0)
-        assert (self.scheduler.running, self.transfers.live(), self.hub._owner) == (0, [], {})
-        assert (set(self.memory.held), [leg for leg in self.refetch._legs if not leg.done()]) == (set(), [])
+        """Every counter is where it was at the start: nothing is held, nothing is remembered as running."""
+        status, service, scheduler = self.service.pool_status(), self.service, self.scheduler
+        assert_nothing(
+            pages=status.pages_total - status.pages_free - status.pages_cached,
+            slots=status.slots_total - status.slots_free,
+            quarantine=self.drain.quarantine.held,
+            canaries=self.canaries.num_pages - self.canaries._free.qsize(),
+            copies=self.copies._held,
+            allocations=self.memory._held,
+            written=self.memory._written,
+            line=self.queue._line,
+            answers=(*scheduler._answers._answers, *scheduler._in_use),
+            rooms=service._rooms,
+            questions=service._inquiry._asking,
+            tasks=self.unfinished(),
+            **_remembered(self.transfers, self.hub),
+        )
         self.memory.check_integrity()
+
+    def unfinished(self) -> list[asyncio.Task[Any]]:
+        """What goes on for rooms, perhaps after their end."""
+        tasks = unfinished(self.service._tasks), unfinished(self.drain._tasks), unfinished(self.refetch._legs)
+        return [*chain.from_iterable(tasks), *unfinished(self.prefills._meetings.values())]
 
     async def close(self) -> None:
         await self.refetch.close()
@@ -253,3 +287,19 @@ class DecodeLife:
 
 
 Life = PrefillLife | DecodeLife
+
+
+def assert_nothing(**left: Any) -> None:
+    """Names what there is."""
+    found = {name: what for name, what in left.items() if what}
+    assert not found, f"left behind: {found}"
+
+
+def unfinished(tasks: Iterable[asyncio.Task[Any]]) -> list[asyncio.Task[Any]]:
+    return [task for task in tasks if not task.done()]
+
+
+def _remembered(transfers: TransferTable, hub: OutputHub) -> dict[str, Any]:
+    """Of rooms that have not ended, or have been forgotten."""
+    heard = transfers._heard.keys() - transfers._by_change.keys()
+    return {"records": transfers.live(), "heard": heard, "owners": hub._owner}

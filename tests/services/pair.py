@@ -30,7 +30,7 @@ from pd_common.transport.loopback import Faults, LoopbackNetwork
 from pd_common.types import BootstrapAddress, BootstrapRoom, RankInfo, RankPosition, Role
 from tests.control.serving import DATA_PLANE, LOOPBACK
 from tests.services.byte_engine import answer_tokens
-from tests.services.lives import GENEROUS, USUAL, DecodeLife, Growth, Life, PrefillLife, Real
+from tests.services.lives import GENEROUS, USUAL, DecodeLife, Growth, Life, PrefillLife, Real, unfinished
 from tests.services.tap import Tap
 
 
@@ -258,14 +258,8 @@ class Pair:
         await self.at_prefill.client.assert_each_ended_once()
         await self.at_decode.client.assert_each_ended_once()
 
-    def unfinished(self) -> list[asyncio.Task[None]]:
-        works = (
-            self.prefill.service._tasks,
-            self.decode.service._tasks,
-            self.decode.drain._tasks,
-            self.decode.refetch._legs,
-        )
-        return [task for tasks in works for task in tasks if not task.done()]
+    def unfinished(self) -> list[asyncio.Task[Any]]:
+        return [*unfinished(self.prefill.service._tasks), *self.decode.unfinished()]
 
     async def stop(self) -> None:
         await self.at_decode.stop()

@@ -108,6 +108,28 @@ async def test_a_rollback_after_any_chunk_loses_only_the_page_that_is_not_full(
     chunks = await chunks_of(job)
     assert chunks[0] == (0, cached)
     assert follow_each_other(chunks, len(PROMPT))
+    assert job.cached_tokens == 0, "nobody else had computed it"
+    await scheduler.release(job)
+
+
+async def test_what_others_had_computed_of_it_counts_as_cached_and_what_it_had_left_itself_does_not(
+    engine: FakeEngine, start: Start
+) -> None:
+    scheduler = start(1)
+    earlier = scheduler.enqueue(Sequence(make_request(9, PROMPT[: 2 * PAGE_SIZE])))
+    await run_steps(engine, 9, -(-2 * PAGE_SIZE // CHUNK_TOKENS))
+    await scheduler.release(earlier)
+    job = scheduler.expect(sequence(GUESS), attempts=2)
+    await run_steps(engine, GUESS, 1)
+    sure = scheduler.enqueue(sequence(SURE, 3))
+    await run_steps(engine, SURE, 1)
+    await scheduler.release(sure)
+    scheduler.promise(job)
+    left = (2 * PAGE_SIZE + CHUNK_TOKENS) // PAGE_SIZE * PAGE_SIZE
+    assert left > 2 * PAGE_SIZE
+    await run_steps(engine, GUESS, -(-(len(PROMPT) - left) // CHUNK_TOKENS))
+    assert (await chunks_of(job))[0] == (0, left)
+    assert job.cached_tokens == 2 * PAGE_SIZE
     await scheduler.release(job)
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,11 +12,10 @@ from pd.v1 import transfer_status_pb2, types_pb2
 from pd_common.errors import InternalError, RoomAborted
 from pd_common.handoff.state import TransferState
 from pd_common.types import BootstrapAddress
-from services.decode.memory import Allocation
-from services.decode.queues import PreallocQueue
-from tests.services.byte_engine import Gate
-from tests.services.pair import Client, Pair, running, soon, state_reached, until
-from tests.services.tap import Rule, answer_held, answer_lost, held, lost, twice
+from tests.services import stages
+from tests.services.pair import Pair, running, soon, state_reached, until
+from tests.services.stages import Arrange
+from tests.services.tap import Rule, answer_lost, lost, twice
 
 ROOM, NEXT = 7, 8
 ONE_CHUNK, THREE_CHUNKS = 6, 20
@@ -87,28 +86,7 @@ def reports(state: types_pb2.TransferState) -> Callable[[Any], bool]:
     return applies
 
 
-# --- aborted at every stage, by everybody ---
-
-GoOn = Callable[[], None]
-"""Lets the room go on from where a stage has stopped it."""
-Stage = Callable[[Pair, Gate], Awaitable[GoOn]]
-"""Sees to it that a room will stand still there; the gate tells when it does."""
-
-
-async def before_pairing(pair: Pair, gate: Gate) -> GoOn:
-    pair.at_prefill.tap.rules["RegisterReceiver"] = held(gate)
-    return gate.set
-
-
-async def waiting_for_memory(pair: Pair, gate: Gate) -> GoOn:
-    queue, give_back = pair.decode.queue, pair.decode.fill()
-
-    async def acquire(*args: Any, **options: Any) -> Allocation:
-        gate.reached.set()
-        return await PreallocQueue.acquire(queue, *args, **options)
-
-    queue.acquire = acquire  # type: ignore[method-assign]
-    return give_back
+# --- aborted at every stage: who is told of it, and when; that nothing is left is for test_leaks.py ---
 
 
 async def test_a_prefill_with_two_names_is_one_prefill(pair: Pair) -> None:
@@ -126,84 +104,28 @@ async def test_a_prefill_with_two_names_is_one_prefill(pair: Pair) -> None:
 
 
 async def test_a_room_that_fails_before_the_offer_does_not_keep_prefill_waiting(pair: Pair) -> None:
-    gate = Gate()
-    go_on = await waiting_for_memory(pair, gate)
-    await pair.submit(pair.request(ROOM))
-    await soon(gate.reached.wait())
+    go_on = await stopped_at(stages.waiting_for_memory, pair, ONE_CHUNK)
     await pair.at_decode.client.abort(ROOM)
     assert isinstance(await pair.at_decode.client.failure(ROOM), RoomAborted)
     assert isinstance(await pair.at_prefill.client.failure(ROOM), RoomAborted)
     go_on()
 
 
-async def offer_in_flight(pair: Pair, gate: Gate) -> GoOn:
-    pair.at_prefill.tap.rules["AllocatePages"] = held(gate)
-    return gate.set
-
-
-async def offer_answered_late(pair: Pair, gate: Gate) -> GoOn:
-    pair.at_prefill.tap.rules["AllocatePages"] = answer_held(gate)
-    pair.prefill.engine.gate = gate
-    return gate.set
-
-
-async def computing(pair: Pair, gate: Gate) -> GoOn:
-    pair.prefill.engine.gate = gate
-    return gate.set
-
-
-async def first_write_in_flight(pair: Pair, gate: Gate) -> GoOn:
-    pair.faults.hold = gate
-    return gate.set
-
-
-async def last_write_half_done(pair: Pair, gate: Gate) -> GoOn:
-    pair.faults.hold_group = gate
-    return gate.set
-
-
-async def success_in_flight(pair: Pair, gate: Gate) -> GoOn:
-    pair.at_decode.tap.rules["ReportTransfer"] = held(gate, applies=reports(types_pb2.TRANSFER_STATE_SUCCESS))
-    return gate.set
-
-
-async def success_answered_late(pair: Pair, gate: Gate) -> GoOn:
-    pair.at_decode.tap.rules["ReportTransfer"] = answer_held(gate, applies=reports(types_pb2.TRANSFER_STATE_SUCCESS))
-    pair.decode.engine.gate = Gate()
-    gate_set = gate.set
-
-    def go_on() -> None:
-        pair.decode.engine.gate.set()
-        gate_set()
-
-    return go_on
-
-
-async def decoding(pair: Pair, gate: Gate) -> GoOn:
-    pair.decode.engine.gate = gate
-    return gate.set
-
-
-STAGES = (
-    before_pairing,
-    waiting_for_memory,
-    offer_in_flight,
-    offer_answered_late,
-    computing,
-    first_write_in_flight,
-    last_write_half_done,
-    success_in_flight,
-    success_answered_late,
-    decoding,
+BEFORE_THE_OFFER = (stages.pairing, stages.waiting_for_memory)
+KNOWN_TO_BOTH = (
+    stages.offer_answered_late,
+    stages.computing,
+    stages.first_write,
+    stages.last_write,
+    stages.success_on_its_way,
 )
-BEFORE_THE_OFFER = (before_pairing, waiting_for_memory)
-KNOWN_TO_BOTH = (offer_answered_late, computing, first_write_in_flight, last_write_half_done, success_in_flight)
-AFTER_SUCCESS = (success_answered_late, decoding)
+AFTER_SUCCESS = (stages.success_answered_late, stages.decoding)
+STAGES = (*BEFORE_THE_OFFER, stages.offer_on_its_way, *KNOWN_TO_BOTH, *AFTER_SUCCESS)
 
 
 @pytest.mark.parametrize("prompt_tokens", [ONE_CHUNK, THREE_CHUNKS], ids=["one chunk", "three chunks"])
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
-async def test_abort_on_decode_at_any_stage(pair: Pair, stage: Stage, prompt_tokens: int) -> None:
+async def test_abort_on_decode_at_any_stage(pair: Pair, stage: Arrange, prompt_tokens: int) -> None:
     go_on = await stopped_at(stage, pair, prompt_tokens)
     await soon(pair.at_decode.client.abort(ROOM))
     assert isinstance(await pair.at_decode.client.failure(ROOM), RoomAborted)
@@ -217,7 +139,7 @@ async def test_abort_on_decode_at_any_stage(pair: Pair, stage: Stage, prompt_tok
 
 @pytest.mark.parametrize("prompt_tokens", [ONE_CHUNK, THREE_CHUNKS], ids=["one chunk", "three chunks"])
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
-async def test_abort_on_prefill_at_any_stage(pair: Pair, stage: Stage, prompt_tokens: int) -> None:
+async def test_abort_on_prefill_at_any_stage(pair: Pair, stage: Arrange, prompt_tokens: int) -> None:
     go_on = await stopped_at(stage, pair, prompt_tokens)
     aborting = asyncio.create_task(pair.at_prefill.client.abort(ROOM))
     if stage in AFTER_SUCCESS:  # decode has decided: the room stays as it is
@@ -234,51 +156,12 @@ async def test_abort_on_prefill_at_any_stage(pair: Pair, stage: Stage, prompt_to
     return await served_on(pair)
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
-async def test_abort_on_both_sides_at_once_at_any_stage(pair: Pair, stage: Stage) -> None:
-    go_on = await stopped_at(stage, pair, ONE_CHUNK)
-    aborting = asyncio.gather(pair.at_prefill.client.abort(ROOM), pair.at_decode.client.abort(ROOM))
-    assert isinstance(await pair.at_decode.client.failure(ROOM), RoomAborted)
-    go_on()
-    await soon(aborting)
-    await served_on(pair)
-
-
-@pytest.mark.parametrize("gone", ["prefill", "decode", "both"])
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
-async def test_a_client_that_goes_away_at_any_stage(pair: Pair, stage: Stage, gone: str) -> None:
-    """As when the router dies: its streams break, nobody calls AbortRoom."""
-    clients = {
-        "prefill": await pair.at_prefill.new_client("mortal"),
-        "decode": await pair.at_decode.new_client("mortal"),
-    }
-    go_on = await stopped_at(stage, pair, ONE_CHUNK, *clients.values())
-    dying = clients if gone == "both" else {gone: clients[gone]}
-    for role, client in dying.items():
-        await client.stop()
-        hub = pair.prefill.hub if role == "prefill" else pair.decode.hub
-        await until(lambda hub=hub: "mortal" not in hub._queues)  # type: ignore[misc]
-    go_on()
-    for role, client in clients.items():
-        if role in dying:
-            continue
-        if role == "prefill" and stage in BEFORE_THE_OFFER:
-            await soon(client.abort(ROOM))
-        await client.outputs(ROOM)
-        await client.assert_each_ended_once()
-        await client.stop()
-    await served_on(pair)
-
-
-async def stopped_at(stage: Stage, pair: Pair, prompt_tokens: int, *clients: Client) -> GoOn:
+async def stopped_at(stage: Arrange, pair: Pair, prompt_tokens: int) -> Callable[[], None]:
     """Submits the room to both sides and waits until it stands still."""
-    gate = Gate()
-    go_on = await stage(pair, gate)
-    request = pair.request(ROOM, prompt_tokens=prompt_tokens)
-    for client in clients or (pair.at_prefill.client, pair.at_decode.client):
-        await client.submit(request)
-    await soon(gate.reached.wait())
-    return go_on
+    hold = stage(pair)
+    await pair.submit(pair.request(ROOM, prompt_tokens=prompt_tokens))
+    await until(hold.there)
+    return hold.go_on
 
 
 async def served_on(pair: Pair) -> None:

@@ -100,8 +100,9 @@ class PreallocMachine(RuleBasedStateMachine):
     def fail(self, data: st.DataObject) -> None:
         allocation = data.draw(st.sampled_from(self.being_written()))
         self.held.remove(allocation)
-        _, slot = self.memory.detach(allocation)
+        _, slot = self.queue.detach(allocation)
         self.written.append(slot)
+        self.settle()
 
     @precondition(lambda self: self.written)
     @rule()
@@ -167,6 +168,13 @@ class PreallocMachine(RuleBasedStateMachine):
         assert {*self.memory.held} == {*self.held}
         assert len(self.held) <= ROWS
         assert (self.queue.waiting, self.queue.returning) == (len(self.line), sum(each.returning for each in self.line))
+
+    @invariant()
+    def nobody_waits_in_vain(self) -> None:
+        """Whoever fits is in: nothing has come free without a word."""
+        waiting = self.queue.waiting
+        self.queue.grant()
+        assert self.queue.waiting == waiting
 
     @invariant()
     def somebody_can_go_on(self) -> None:

@@ -117,11 +117,20 @@ async def test_one_release_may_serve_several(pool: Pool) -> None:
 
 
 async def test_pages_that_become_quiet_serve_those_who_wait(pool: Pool) -> None:
-    _, slot = pool.memory.detach(await pool.hold(NUM_PAGES))
+    _, slot = pool.queue.detach(await pool.hold(NUM_PAGES))
     waiter = await pool.ask(2)
     assert await let_in([waiter]) == [False]
     pool.queue.take_back(slot)
     await soon(waiter)
+
+
+async def test_a_row_is_free_before_the_pages_of_who_had_it_are_quiet() -> None:
+    pool = Pool(rows=1)
+    written = await pool.hold(2)
+    waiter = await pool.ask(2)
+    assert await let_in([waiter]) == [False]
+    pool.queue.detach(written)
+    assert await let_in([waiter]) == [True]
 
 
 # --- what is kept back for those inside ---
@@ -206,8 +215,10 @@ async def test_what_others_begin_to_share_is_seen_by_the_one_who_waits_for_it(po
     longer = await pool.ask(a_sequence([*first.sequence.request.prompt, 1, 2, 3, 4]))
     more = await pool.ask(1)
     assert await let_in([longer, more]) == [False, True]
-    come_to_run(pool.memory, first)
-    pool.queue.grant()
+    first.sequence.computed = first.sequence.num_tokens
+    pool.queue.free_slot(first)
+    assert await let_in([longer]) == [False]
+    pool.queue.share(first)
     assert await let_in([longer]) == [True]
 
 

@@ -40,7 +40,7 @@ def receiver_of(pair: Pair) -> Receiver:
 async def assert_is_cut_off(receiver: Receiver, pair: Pair) -> None:
     """Neither plane leads there any more."""
     with pytest.raises(PeerLost, match="connection is closed"):
-        await receiver.client.abort_room(BootstrapRoom(ROOM), "", pair.decode.instance, ticket=b"")
+        await receiver.client.abort_room(BootstrapRoom(ROOM), RoomAborted(""), pair.decode.instance, ticket=b"")
     with pytest.raises((TransferFailed, PeerLost)):
         await receiver.channel.write()
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pd_common.control.waiting import WaitingLimits
-from pd_common.errors import CapacityExceeded, InvalidRequest
+from pd_common.errors import CapacityExceeded, InvalidRequest, RoomAborted
 from pd_common.generation import GenerationRequest, Load
 from pd_common.handoff.state import TransferState
 from tests.services.byte_engine import PAGE_SIZE, Gate
@@ -88,6 +88,29 @@ async def test_decode_learns_of_a_refusal_though_its_offer_came_first(pair: Pair
     with pytest.raises(CapacityExceeded):
         await pair.at_prefill.client.submit(pair.request(NEXT))
     assert isinstance(await pair.at_decode.client.failure(NEXT), CapacityExceeded)
+    gate.set()
+    await pair.assert_answered(pair.request(ROOM))
+
+
+async def test_decode_is_refused_at_once_when_its_offer_comes_for_a_request_that_was_refused(pair: Pair) -> None:
+    gate = await fill(pair)
+    limit(pair, max_queued=1)
+    await offered(pair, pair.request(ROOM))
+    with pytest.raises(CapacityExceeded):
+        await pair.at_prefill.client.submit(pair.request(NEXT))
+    await pair.at_decode.client.submit(pair.request(NEXT))
+    assert isinstance(await pair.at_decode.client.failure(NEXT), RoomAborted)
+    gate.set()
+    await pair.assert_answered(pair.request(ROOM))
+
+
+async def test_a_request_that_is_refused_for_another_reason_takes_nobodys_place(pair: Pair) -> None:
+    gate = await fill(pair)
+    limit(pair, max_queued=1)
+    await offered(pair, pair.request(ROOM))
+    await pair.at_prefill.client.abort(NEXT)
+    with pytest.raises(RoomAborted):
+        await pair.at_prefill.client.submit(replace(pair.request(NEXT), priority=1))
     gate.set()
     await pair.assert_answered(pair.request(ROOM))
 

@@ -11,13 +11,13 @@ import pytest
 from pd.v1 import transfer_status_pb2, transfer_status_pb2_grpc
 
 from pd_common.control import convert
-from pd_common.errors import PeerLost
+from pd_common.errors import PeerLost, ReceiverUnknown
 from pd_common.types import BootstrapAddress, BootstrapRoom
 from services.decode import prefills
 from services.decode.pairing import Prefill
 from tests.services.byte_engine import Gate
 from tests.services.pair import Pair, running, soon, turns, until
-from tests.services.tap import held
+from tests.services.tap import PassOn, held
 
 ROOM, NEXT, LATER = 7, 8, 9
 PATIENCE_S = 0.05
@@ -71,6 +71,24 @@ async def test_it_can_be_listed_with_everything_that_is_waited_for(pair: Pair) -
     proof.set()
     await pair.settled()
     assert await listed(pair) == []
+
+
+async def test_who_needs_none_of_it_does_not_wait_until_it_is_quiet() -> None:
+    """The only place is free as soon as the room has ended."""
+    async with running(Pair(decode_slots=1)) as pair:
+        proof, writing = Gate(), Gate()
+        pair.faults.hold = writing
+        pair.at_prefill.tap.rules["AbortRoom"] = held(proof)
+        await pair.submit(pair.request(ROOM))
+        await soon(writing.reached.wait())
+        alone = replace(pair.request(NEXT), bootstrap=None)
+        await pair.at_decode.client.submit(alone)
+        await until(lambda: pair.decode.queue.waiting == 1)
+        await pair.at_decode.client.abort(ROOM)
+        await pair.assert_decoded(alone)
+        assert len(pair.decode.drain.quarantine.held) == 1
+        writing.set()
+        proof.set()
 
 
 async def test_who_owes_a_proof_is_not_paired_before_it_is_given(pair: Pair) -> None:
@@ -142,3 +160,29 @@ async def test_pages_are_hashed_while_the_next_ones_travel(pair: Pair) -> None:
     assert pair.faults.writes == 1
     second.set()
     await pair.assert_answered(request)
+
+
+async def test_rooms_whose_offers_are_refused_do_not_wait_for_each_other(pair: Pair) -> None:
+    """The first of them makes a new pairing, which waits only for memory that prefill may know."""
+    await pair.serve(LATER)
+    gates = {room: Gate() for room in (ROOM, NEXT)}
+
+    async def refused(request: Any, pass_on: PassOn) -> Any:
+        gate = gates.pop(request.bootstrap_room, None)
+        if gate is None:
+            return await pass_on()
+        await gate.wait()
+        raise ReceiverUnknown("this prefill has forgotten the registration")
+
+    pair.at_prefill.tap.rules["AllocatePages"] = refused
+    first, second = gates.values()
+    requests = [pair.request(room) for room in gates]
+    for request in requests:
+        await pair.submit(request)
+    for gate in (first, second):
+        await soon(gate.reached.wait())
+    first.set()
+    await until(lambda: pair.prefill.instance in pair.decode.prefills._meetings)
+    second.set()
+    for request in requests:
+        await pair.assert_answered(request)

@@ -13,7 +13,7 @@ from tests.services.lives import Growth
 from tests.services.pair import Pair, running, soon, until
 from tests.services.tap import held
 
-ROOM = 7
+ROOM, NEXT = 7, 8
 BY_COPY, BY_PREFILL = Growth(retract_every=1), Growth(retract_every=1, host_pages=0)
 WAYS = pytest.mark.parametrize("growth", [BY_COPY, BY_PREFILL], ids=["host copy", "prefill"])
 
@@ -110,6 +110,56 @@ async def test_a_room_that_is_aborted_while_its_copy_waits_for_pages_leaves_noth
         await pair.at_decode.client.abort(ROOM)
         assert isinstance(await pair.at_decode.client.failure(ROOM), RoomAborted)
         give_back()
+
+
+async def test_a_prefill_that_was_paired_anew_for_a_room_is_asked_again() -> None:
+    async with running(Pair(growth=replace(BY_PREFILL, retract_every=3))) as pair:
+        give_back = pair.decode.fill()
+        request = pair.request(ROOM, new_tokens=9)
+        await pair.submit(request)
+        await until(lambda: pair.decode.queue.waiting == 1)
+        (prefill,) = pair.decode.prefills._paired.values()
+        await pair.decode.prefills.forget(prefill, "a test says so")
+        give_back()
+        await pair.assert_answered(request)
+        assert len(rooms_of(pair)) > 1
+
+
+async def test_a_room_that_is_aborted_while_it_looks_for_prefill_leaves_nothing_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(Pair(growth=replace(BY_PREFILL, retract_every=3))) as pair:
+        stepping = pair.decode.engine.shut()
+        await pair.submit(pair.request(ROOM, new_tokens=20))
+        await soon(stepping.reached.wait())
+        await lost_and_looking(pair, stepping, monkeypatch)
+        await pair.at_decode.client.abort(ROOM)
+
+
+async def test_pages_that_nobody_comes_back_for_are_for_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(Pair(decode_pages=8, growth=replace(BY_PREFILL, retract_every=3, reserved_tokens=0))) as pair:
+        stepping = pair.decode.engine.shut()
+        await pair.submit(pair.request(ROOM, prompt_tokens=16, new_tokens=10))
+        await soon(stepping.reached.wait())
+        waiting = replace(pair.request(NEXT, prompt_tokens=20), bootstrap=None)
+        await pair.at_decode.client.submit(waiting)
+        await until(lambda: pair.decode.queue.waiting == 1)
+        await lost_and_looking(pair, stepping, monkeypatch)
+        await pair.at_decode.client.abort(ROOM)
+        await pair.assert_decoded(waiting)
+
+
+async def lost_and_looking(pair: Pair, stepping: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room has lost its pages, prefill has its new request, and decode does not find out which rank has it."""
+    looking = Gate()
+
+    async def pair_with(*_: object) -> None:
+        await looking.wait()
+
+    monkeypatch.setattr(pair.decode.prefills, "pair_with", pair_with)
+    stepping.set()
+    await soon(looking.reached.wait())
+    await until(lambda: len(pair.prefill.service._rooms) == 1)
 
 
 def rooms_of(pair: Pair) -> list[int]:

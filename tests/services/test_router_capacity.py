@@ -145,6 +145,19 @@ async def test_every_pair_is_tried_once_and_then_the_refusal_is_the_answer(make:
     assert prefill.rooms.submitted.empty()
 
 
+async def test_a_worker_that_has_refused_is_not_asked_again_with_another_partner(make: Make) -> None:
+    router = await make(2, 2)
+    router.prefills[0].rooms.refusal = REFUSAL
+    first, second = router.decodes
+    answer = router.ask()
+    refused = (await first.next_request()).room
+    room = (await first.next_request()).room
+    assert room != refused
+    assert saw_nothing(second)
+    first.publish(ending(room))
+    assert [output.room for output in await soon(answer)] == [room]
+
+
 async def test_a_room_that_the_client_has_chosen_is_not_moved(make: Make) -> None:
     router = await make(1, 2)
     router.decodes[0].rooms.refusal = REFUSAL

@@ -195,7 +195,7 @@ def test_of_a_pair_that_is_full_on_both_sides_the_longer_wait_counts() -> None:
     assert raised.value.metadata == {"retry_after_s": "20"}
 
 
-def test_a_request_more_urgent_than_usual_goes_to_a_full_worker_if_there_is_no_other() -> None:
+def test_a_request_more_urgent_than_one_that_waits_goes_to_a_full_worker_if_there_is_no_other() -> None:
     d, e = FakeWorker("d"), FakeWorker("e", open_rooms=9)
     policy = policy_of([FakeWorker("p")], [d, e])
     d.is_full_for(1.0)
@@ -203,7 +203,10 @@ def test_a_request_more_urgent_than_usual_goes_to_a_full_worker_if_there_is_no_o
     e.is_full_for(1.0)
     assert names(policy.choose(request(priority=1)).routes) == ["p+d", "p+e"]
     with pytest.raises(CapacityExceeded):
-        policy.choose(request(priority=-1))
+        policy.choose(request(priority=0))
+    assert d.load is not None
+    d.load = replace(d.load, least_priority=-5)
+    assert names(policy.choose(request()).routes) == ["p+d"]
 
 
 loads = st.none() | st.builds(
@@ -214,11 +217,12 @@ loads = st.none() | st.builds(
     running=st.just(0),
     pages_total=st.just(8),
     pages_available=st.integers(0, 8),
+    least_priority=st.integers(-1, 1),
 )
 
 
 @given(st.lists(loads, min_size=1, max_size=3), st.lists(loads, min_size=1, max_size=3), st.integers(1, 4 * PAGE))
-def test_a_choice_holds_every_route_that_is_not_full_and_no_other(
+def test_a_choice_holds_every_route_that_would_not_refuse_and_no_other(
     of_prefills: list[Load | None], of_decodes: list[Load | None], tokens: int
 ) -> None:
     prefills = [FakeWorker(f"p{number}", load) for number, load in enumerate(of_prefills)]
@@ -228,7 +232,7 @@ def test_a_choice_holds_every_route_that_is_not_full_and_no_other(
         f"{prefill}+{decode}"
         for prefill in prefills
         for decode in decodes
-        if not any(load is not None and load.is_full for load in (prefill.load, decode.load))
+        if not any(load is not None and load.refuses(0) for load in (prefill.load, decode.load))
     }
     if not expected:
         with pytest.raises(CapacityExceeded) as raised:

@@ -22,20 +22,21 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from pd.v1 import types_pb2 as pd_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11pd/v1/abort.proto\x12\x05pd.v1\x1a\x11pd/v1/types.proto\"o\n\x10\x41\x62ortRoomRequest\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\"\n\trecipient\x18\x03 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x0e\n\x06ticket\x18\x04 \x01(\x0c\"Z\n\x11\x41\x62ortRoomResponse\x12#\n\x05state\x18\x01 \x01(\x0e\x32\x14.pd.v1.TransferState\x12 \n\x07\x64rained\x18\x02 \x01(\x0b\x32\x0f.pd.v1.Instance2G\n\x05\x41\x62ort\x12>\n\tAbortRoom\x12\x17.pd.v1.AbortRoomRequest\x1a\x18.pd.v1.AbortRoomResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11pd/v1/abort.proto\x12\x05pd.v1\x1a\x17google/rpc/status.proto\x1a\x11pd/v1/types.proto\"\x94\x01\n\x10\x41\x62ortRoomRequest\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\"\n\trecipient\x18\x03 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x0e\n\x06ticket\x18\x04 \x01(\x0c\x12#\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x12.google.rpc.Status\"Z\n\x11\x41\x62ortRoomResponse\x12#\n\x05state\x18\x01 \x01(\x0e\x32\x14.pd.v1.TransferState\x12 \n\x07\x64rained\x18\x02 \x01(\x0b\x32\x0f.pd.v1.Instance2G\n\x05\x41\x62ort\x12>\n\tAbortRoom\x12\x17.pd.v1.AbortRoomRequest\x1a\x18.pd.v1.AbortRoomResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pd.v1.abort_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ABORTROOMREQUEST']._serialized_start=47
-  _globals['_ABORTROOMREQUEST']._serialized_end=158
-  _globals['_ABORTROOMRESPONSE']._serialized_start=160
-  _globals['_ABORTROOMRESPONSE']._serialized_end=250
-  _globals['_ABORT']._serialized_start=252
-  _globals['_ABORT']._serialized_end=323
+  _globals['_ABORTROOMREQUEST']._serialized_start=73
+  _globals['_ABORTROOMREQUEST']._serialized_end=221
+  _globals['_ABORTROOMRESPONSE']._serialized_start=223
+  _globals['_ABORTROOMRESPONSE']._serialized_end=313
+  _globals['_ABORT']._serialized_start=315
+  _globals['_ABORT']._serialized_end=386
 # @@protoc_insertion_point(module_scope)

@@ -75,7 +75,7 @@ class Twice:
 
     def gaps_s(self) -> tuple[list[float], list[float]]:
         """With prompts and without, each time of the same tokens: all that came while there were prompts."""
-        first_s = self.loaded.prompts_from_s
+        first_s = self.loaded.prompts_from_s or 0.0
         last_s = max((exchange.done_s or 0.0 for exchange in self.loaded.prompts), default=0.0)
         twins = {exchange.number: exchange.arrived_s for exchange in self.alone.background}
         loaded: list[float] = []
@@ -93,7 +93,8 @@ class Twice:
 
 def _twice(setup: Setup, sizes: Sizes, rate_per_s: float, seed: int) -> Twice:
     loaded = _logged(setup, plan(sizes, rate_per_s, seed, requests=sizes.load_requests, alone_s=sizes.alone_s))
-    lasted_s = max(exchange.arrived_s[-1] for exchange in loaded.background) - loaded.alone_from_s
+    last_s = max((at_s for exchange in loaded.background for at_s in exchange.arrived_s), default=0.0)
+    lasted_s = last_s - (loaded.alone_from_s or last_s)
     return Twice(loaded, _logged(setup, plan(sizes, rate_per_s, seed, requests=0, alone_s=lasted_s)))
 
 
