@@ -47,7 +47,7 @@ class PrefillScheduler:
     ) -> None:
         """`prefixes` is over the engine's pages. `audited`: the loop dies of a page that is lost, after any step.
 
-        The last chunk of a prompt has at most `last_chunk_tokens` tokens: nothing is computed while it is sent.
+        The last of several chunks has at most `last_chunk_tokens` tokens: nothing is computed while it is sent.
         """
         self._engine = engine
         self._prefixes = prefixes
@@ -137,9 +137,12 @@ class PrefillScheduler:
         return items
 
     def _chunk_of(self, job: Job, budget: int) -> int:
-        """Tokens of its next chunk. What would be its last is cut in two where it is too long for that."""
+        """Tokens of its next chunk. What would be its last is cut in two where it is too long for that.
+
+        Not if it is the whole prompt: attention is cheapest where nothing goes before, so that would cost more.
+        """
         left = job.sequence.uncomputed
-        if self._last_chunk_tokens < left <= budget:
+        if job.sequence.computed and self._last_chunk_tokens < left <= budget:
             return left - min(self._last_chunk_tokens, left // 2)
         return budget
 

@@ -93,9 +93,11 @@ async def test_a_prompt_is_computed_in_chunks_and_gives_its_first_token(
 
 @pytest.mark.parametrize(
     ("tokens", "ends"),
-    [(1, [1]), (3, [3]), (4, [2, 4]), (7, [4, 7]), (8, [5, 8]), (9, [8, 9]), (12, [8, 10, 12]), (19, [8, 16, 19])],
+    [(3, [3]), (8, [8]), (9, [8, 9]), (11, [8, 11]), (12, [8, 10, 12]), (16, [8, 13, 16]), (19, [8, 16, 19])],
 )
-async def test_the_last_chunk_is_a_short_one(engine: FakeEngine, start: Start, tokens: int, ends: list[int]) -> None:
+async def test_the_last_of_several_chunks_is_a_short_one(
+    engine: FakeEngine, start: Start, tokens: int, ends: list[int]
+) -> None:
     """Its pages are sent when there is nothing left to compute meanwhile."""
     scheduler = start(4, last_chunk_tokens=3)
     job = enqueue(scheduler, 1, tokens)
