@@ -64,6 +64,11 @@ async def not_quarantined(client: Client) -> str:
     return "" if is_held else f"the room's pages are not in quarantine: {pool}"
 
 
+async def still_ready(running: Cluster) -> str:
+    """Until the router has noticed that a process is gone, being ready means nothing."""
+    return "the router has noticed nothing" if await asyncio.to_thread(running.health) == "ok" else ""
+
+
 async def assert_serves(client: Client) -> None:
     assert (await client.generate(SHORT)).token_ids == Oracle(long_model("llama")).tokens(SHORT)
 
@@ -147,6 +152,7 @@ async def test_a_restart_of_prefill_at_the_same_address_is_noticed_by_direct_cli
     running = client.cluster
     await client.direct(SHORT, room=next(ROOMS))
     running.prefill.kill()
+    await eventually(partial(still_ready, running))
     running.prefill.start()
     await asyncio.to_thread(running.wait_ready)
     _, decode = await client.direct(SHORT, room=next(ROOMS))
