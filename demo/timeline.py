@@ -25,6 +25,9 @@ _WHAT: dict[str, str] = {
     SpanName.GATE: "check slot and digest",
     SpanName.FIRST_TOKEN: "first token out",
     SpanName.DECODE_STEPS: "write the rest",
+    SpanName.PROMPT_COMPUTE: "compute the prompt alone",
+    SpanName.RESTORE: "bring lost pages back",
+    SpanName.REFETCH: "lost pages, by way of prefill",
     SpanName.PREFILL: "prefill's part",
     SpanName.BOOTSTRAP_WAIT: "wait for decode's pages",
     SpanName.COMPUTE_WAIT: "queue and compute",
@@ -78,7 +81,7 @@ def _details(span: RecordedSpan) -> str:
             size, puts = float(a["bytes"]) / 1e6, "1 PUT" if a["descriptors"] == 1 else f"{a['descriptors']} PUTs"
             return f"{a['pages']} pages, {puts}, {size:.2f} MB, {a['gb_per_s']:.2f} GB/s"
         case SpanName.ALLOCATE:
-            return f"{a['pages']} pages for prompt and answer"
+            return f"{a['pages']} pages for the prompt, {a['cached_pages']} of them there already"
         case SpanName.DECODE_STEPS:
             return f"{a.get('tokens', '?')} tokens"
         case SpanName.ROUTE:
