@@ -96,6 +96,8 @@ class RoomKeeper(ABC, Generic[R]):
             CapacityExceeded: as many wait as may, and none is less urgent.
 
         """
+        if not 0 < self._limits.max_queued <= len(self._rooms):
+            return  # it is not worth a look who of them waits
         now, waiting_rooms = time.monotonic(), self._waiting()
         goes = waiting.who_goes(waiting_rooms, newcomer, self._limits, now)
         if goes is not None:

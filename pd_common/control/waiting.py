@@ -95,4 +95,9 @@ def oldest_wait_s(waiting: Iterable[Waiter], now: float) -> float:
 
 def retry_after_s(waiting: Iterable[Waiter], now: float) -> int:
     """When to come back: a newcomer would wait about as long as the one that has waited longest."""
-    return min(max(math.ceil(oldest_wait_s(waiting, now)), 1), _LONGEST_ADVICE_S)
+    return advice_s(oldest_wait_s(waiting, now))
+
+
+def advice_s(wait_s: float) -> int:
+    """What somebody is told who would wait about so long: whole seconds, at least one."""
+    return min(max(math.ceil(wait_s), 1), _LONGEST_ADVICE_S)

@@ -58,7 +58,6 @@ def main(**options: Any) -> None:
 async def serve(options: dict[str, Any]) -> None:
     """The wiring of one decode process; returns when it has drained after SIGTERM."""
     listen = config.pick(config.ListenConfig, options)
-    data = config.pick(config.TransportConfig, options)
     steps, growth = config.pick(SchedulingConfig, options), config.pick(DecodeConfig, options)
     security = Security.open(config.pick(config.SecurityConfig, options), listen.host)
     own = Runtime.start(Role.DECODE, options, metadata_slots=growth.rows)
@@ -66,42 +65,13 @@ async def serve(options: dict[str, Any]) -> None:
     memory = DecodeMemory(_prefixes_of(engine, steps), own.metadata, engine.pool.page_size)
     queue = PreallocQueue(memory, growth.rows, growth.num_reserved_decode_tokens)
     copies = HostCopies(engine, growth.host_pages)
-    scheduler = DecodeScheduler(
-        engine,
-        memory,
-        own.hub,
-        copies,
-        max_running=steps.max_running_requests,
-        chunk_tokens=steps.chunked_prefill_size,
-        retract_every=growth.test_retract_every,
-        audit=memory.check_integrity if steps.check_integrity else None,
-    )
-    handoff = Handoff(
-        own.instance,
-        engine,
-        queue,
-        own.pool,
-        own.metadata,
-        own.transfers,
-        new_digest=own.new_digest if data.digest else None,
-        handshake_only=data.transfer_backend == FAKE,
-    )
+    scheduler = _scheduler_of(own, memory, copies, steps, growth)
+    handoff = _handoff_of(own, queue, config.pick(config.TransportConfig, options))
     answering = Answering(engine, scheduler, memory, queue, copies, own.hub)
     drain = Drain(queue.take_back, security.dial)
     limits = WaitingLimits(steps.max_queued_requests, steps.queue_timeout_s)
     service = DecodeService(
-        own.instance,
-        engine,
-        memory,
-        queue,
-        handoff,
-        answering,
-        drain,
-        own.metadata,
-        copies,
-        own.transfers,
-        own.hub,
-        limits,
+        own.instance, engine, memory, queue, handoff, answering, drain, copies, own.transfers, own.hub, limits
     )
     control = server.ControlServer(
         [
@@ -145,6 +115,34 @@ async def serve(options: dict[str, Any]) -> None:
 
 def _prefixes_of(engine: Engine, steps: SchedulingConfig) -> PrefixCache:
     return PrefixCache(engine.pages, engine.pool.page_size, keeps=steps.enable_prefix_cache)
+
+
+def _scheduler_of(
+    own: Runtime, memory: DecodeMemory, copies: HostCopies, steps: SchedulingConfig, growth: DecodeConfig
+) -> DecodeScheduler:
+    return DecodeScheduler(
+        own.engine,
+        memory,
+        own.hub,
+        copies,
+        max_running=steps.max_running_requests,
+        chunk_tokens=steps.chunked_prefill_size,
+        retract_every=growth.test_retract_every,
+        audit=memory.check_integrity if steps.check_integrity else None,
+    )
+
+
+def _handoff_of(own: Runtime, queue: PreallocQueue, data: config.TransportConfig) -> Handoff:
+    return Handoff(
+        own.instance,
+        own.engine,
+        queue,
+        own.pool,
+        own.metadata,
+        own.transfers,
+        new_digest=own.new_digest if data.digest else None,
+        handshake_only=data.transfer_backend == FAKE,
+    )
 
 
 if __name__ == "__main__":

@@ -53,6 +53,11 @@ class DecodeMemory:
         return self._held
 
     @property
+    def slots_total(self) -> int:
+        """Metadata slots, free or not."""
+        return self._metadata.num_slots
+
+    @property
     def slots_free(self) -> int:
         """Metadata slots that `allocate` could have."""
         return self._metadata.free_slots

@@ -21,7 +21,6 @@ from pd_common.engine.request import Sequence
 from pd_common.errors import DeadlineExceeded, PdError, PeerLost, RoomAborted, RoomInUse, ShuttingDown, TransferFailed
 from pd_common.generation import GenerationRequest
 from pd_common.handoff.digest import digest_prompt
-from pd_common.handoff.metadata import MetadataBuffers
 from pd_common.handoff.quarantine import Held
 from pd_common.handoff.state import Transfer, TransferState
 from pd_common.handoff.table import TransferTable
@@ -58,7 +57,6 @@ class DecodeService(RoomKeeper[Room]):
         handoff: Handoff,
         answering: Answering,
         drain: Drain,
-        metadata: MetadataBuffers,
         copies: HostCopies,
         transfers: TransferTable,
         hub: OutputHub,
@@ -71,7 +69,6 @@ class DecodeService(RoomKeeper[Room]):
         self._handoff = handoff
         self._answering = answering
         self._drain = drain
-        self._metadata = metadata
         self._copies = copies
         self._inquiry = Inquiry(instance, self._tasks, self._gone)
         self._inquiry_due_s = 0.0
@@ -82,16 +79,16 @@ class DecodeService(RoomKeeper[Room]):
         self._handoff.use(prefills)
 
     def pool_status(self) -> PoolStatus:
-        pages, slots, quarantine = self._engine.pages, self._metadata, self._drain.quarantine
+        memory, quarantine, pages_free = self._memory, self._drain.quarantine, self._engine.pages.num_free
         return PoolStatus(
-            pages_total=pages.num_pages,
-            pages_free=pages.num_free,
+            pages_total=memory.pages_total,
+            pages_free=pages_free,
             pages_quarantined=quarantine.held_pages,
-            slots_total=slots.num_slots,
-            slots_free=slots.free_slots,
+            slots_total=memory.slots_total,
+            slots_free=memory.slots_free,
             slots_quarantined=quarantine.held_slots,
             live_rooms=len(self._rooms),
-            pages_cached=self._memory.pages_available - pages.num_free,
+            pages_cached=memory.pages_available - pages_free,
             requests_queued=len(self._waiting()),
             requests_retracted=self._queue.returning,
             pages_on_host=self._copies.pages_held,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from pd_common.control.waiting import advice_s
 from pd_common.errors import CapacityExceeded, InvalidRequest, NoWorkers
 from pd_common.generation import ClientRequest
 from pd_common.types import BootstrapAddress
 from services.router.route import Route, usable, why_none
 from services.router.worker import Worker
-
-_MOST_RETRY_AFTER_S = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +106,8 @@ def _all_full(routes: Sequence[Route], priority: int) -> CapacityExceeded:
     refusals = [route.refusals(priority) for route in routes]
     queues = {worker: load.queued for refusal in refusals for worker, load in refusal.items()}
     waiting = [f"{worker} has {queued} requests waiting" for worker, queued in queues.items()]
-    first_s = math.ceil(min(max(load.oldest_wait_s for load in refusal.values()) for refusal in refusals))
+    first_s = min(max(load.oldest_wait_s for load in refusal.values()) for refusal in refusals)
     return CapacityExceeded(
         f"no worker takes more requests now: {'; '.join(waiting)}",
-        retry_after_s=min(max(first_s, 1), _MOST_RETRY_AFTER_S),
+        retry_after_s=advice_s(first_s),
     )

@@ -221,7 +221,6 @@ class DecodeLife:
             self.handoff,
             self.answering,
             self.drain,
-            self.metadata,
             self.copies,
             self.transfers,
             self.hub,
