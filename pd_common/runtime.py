@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry.sdk.trace import TracerProvider
+from pd.v1.inspection_pb2 import GetProcessResponse
 
 from pd_common import config
 from pd_common.control import process
+from pd_common.control.inspection_servicer import describe
 from pd_common.control.outputs import OutputHub
 from pd_common.engine.engine import Engine
 from pd_common.handoff.canary import CanaryMemory
@@ -19,6 +21,8 @@ from pd_common.handoff.digest import PageDigest
 from pd_common.handoff.metadata import METADATA_SCHEMA, MetadataBuffers
 from pd_common.handoff.table import TransferTable
 from pd_common.telemetry import spans
+from pd_common.telemetry.metrics import RoomMetrics
+from pd_common.telemetry.tracing import Tracing
 from pd_common.transport.backends import open_transport
 from pd_common.transport.base import MemoryRegion, Transport
 from pd_common.types import DataPlane, Instance, Role
@@ -39,7 +43,9 @@ class Runtime:
     regions: tuple[MemoryRegion, ...]
     transfers: TransferTable
     hub: OutputHub
-    tracing: TracerProvider | None
+    tracing: Tracing
+    metrics: RoomMetrics
+    exporting: TracerProvider | None
 
     @classmethod
     def start(cls, role: Role, options: Mapping[str, Any], metadata_slots: int) -> Runtime:
@@ -51,7 +57,9 @@ class Runtime:
         """
         process.share_interpreter()
         instance = process.new_instance(role)
-        tracing = spans.configure(f"pd-{role.value}", instance.instance_id)
+        exporting = spans.configure(f"pd-{role.value}", instance.instance_id)
+        tracing, noted = Tracing(), RoomMetrics()
+        tracing.listeners.append(noted.note_leg)
         model, rooms = config.pick(config.ModelConfig, options), config.pick(config.RoomConfig, options)
         engine = _load(model)
         metadata = MetadataBuffers(metadata_slots)
@@ -63,13 +71,28 @@ class Runtime:
         transfers = _new_table(role, rooms, instance)
         process.spare_collector()
         return cls(
-            instance, engine, _pool_of(engine), metadata, canaries, transport, regions, transfers, OutputHub(), tracing
+            instance,
+            engine,
+            _pool_of(engine),
+            metadata,
+            canaries,
+            transport,
+            regions,
+            transfers,
+            OutputHub(),
+            tracing,
+            noted,
+            exporting,
         )
 
     def data_plane(self, host: str) -> DataPlane:
         """What others are told of how pages travel; `host` is where writes come from."""
         info = self.transport.info
         return DataPlane(info.backend, info.version, host, info.transports, info.devices)
+
+    def describe(self, role: Role) -> GetProcessResponse:
+        """Who this is, for whoever asks."""
+        return describe(self.instance, role, self.engine.model_info.name)
 
     def new_digest(self) -> PageDigest:
         """A fresh digest over pages of this process's pool."""
@@ -79,8 +102,8 @@ class Runtime:
         """Lets go of everything; nothing may use it any more."""
         await self.transport.close()
         await self.engine.close()
-        if self.tracing is not None:
-            self.tracing.shutdown()
+        if self.exporting is not None:
+            self.exporting.shutdown()
 
 
 def _load(model: config.ModelConfig) -> Engine:

@@ -30,6 +30,7 @@ class Role(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    ROUTER = "router"
 
 
 class BufferKind(StrEnum):

@@ -11,27 +11,27 @@ from pd.v1 import types_pb2
 
 from pd_common.control.rooms import Call
 from pd_common.control.tickets import TicketKeys
-from pd_common.control.tls import ROUTER_NAME, name_of
+from pd_common.control.tls import name_of
 from pd_common.errors import PermissionDenied
 from pd_common.types import Role
 
-_PREFILL, _DECODE = name_of(Role.PREFILL), name_of(Role.DECODE)
+_PREFILL, _DECODE, _ROUTER = name_of(Role.PREFILL), name_of(Role.DECODE), name_of(Role.ROUTER)
 
 CALLERS: dict[str, tuple[str, ...]] = {
     "/pd.v1.Bootstrap/RegisterRank": (_PREFILL,),
     "/pd.v1.Bootstrap/RenewLease": (_PREFILL,),
     "/pd.v1.Bootstrap/UnregisterRank": (_PREFILL,),
     "/pd.v1.Bootstrap/RegisterDpRank": (_PREFILL,),
-    "/pd.v1.Bootstrap/GetTopology": (_DECODE, ROUTER_NAME),
-    "/pd.v1.Bootstrap/WatchTopology": (_DECODE, ROUTER_NAME),
-    "/pd.v1.Bootstrap/QueryDpRanks": (_DECODE, ROUTER_NAME),
+    "/pd.v1.Bootstrap/GetTopology": (_DECODE, _ROUTER),
+    "/pd.v1.Bootstrap/WatchTopology": (_DECODE, _ROUTER),
+    "/pd.v1.Bootstrap/QueryDpRanks": (_DECODE, _ROUTER),
     "/pd.v1.PageAllocation/RegisterReceiver": (_DECODE,),
     "/pd.v1.PageAllocation/HoldReceiver": (_DECODE,),
     "/pd.v1.PageAllocation/SendCanary": (_DECODE,),
     "/pd.v1.PageAllocation/AllocatePages": (_DECODE,),
     "/pd.v1.TransferStatus/ReportTransfer": (_PREFILL, _DECODE),
-    "/pd.v1.Generation/Submit": (ROUTER_NAME,),
-    "/pd.v1.Generation/StreamOutputs": (ROUTER_NAME,),
+    "/pd.v1.Generation/Submit": (_ROUTER,),
+    "/pd.v1.Generation/StreamOutputs": (_ROUTER,),
 }
 """Names of which a caller's certificate must have one. What is not here is open to every certificate."""
 

@@ -27,7 +27,11 @@ from pd_common.types import (
 
 MAX_TIMEOUT_S = 1_000_000.0
 
-_ROLE = {Role.PREFILL: types_pb2.ROLE_PREFILL, Role.DECODE: types_pb2.ROLE_DECODE}
+_ROLE = {
+    Role.PREFILL: types_pb2.ROLE_PREFILL,
+    Role.DECODE: types_pb2.ROLE_DECODE,
+    Role.ROUTER: types_pb2.ROLE_ROUTER,
+}
 _KIND = {
     BufferKind.KEY: types_pb2.BUFFER_KIND_KEY,
     BufferKind.VALUE: types_pb2.BUFFER_KIND_VALUE,

@@ -19,6 +19,8 @@ from pd.v1 import (
     bootstrap_pb2_grpc,
     generation_pb2,
     generation_pb2_grpc,
+    inspection_pb2,
+    inspection_pb2_grpc,
     page_allocation_pb2,
     page_allocation_pb2_grpc,
     transfer_status_pb2,
@@ -95,6 +97,10 @@ def abort(servicer: abort_pb2_grpc.AbortServicer) -> Service:
 
 def generation(servicer: generation_pb2_grpc.GenerationServicer) -> Service:
     return _service(generation_pb2, "Generation", generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
+
+
+def inspection(servicer: inspection_pb2_grpc.InspectionServicer) -> Service:
+    return _service(inspection_pb2, "Inspection", inspection_pb2_grpc.add_InspectionServicer_to_server, servicer)
 
 
 def _service(module: ModuleType, name: str, add: _Add, servicer: object) -> Service:

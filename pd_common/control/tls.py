@@ -16,9 +16,6 @@ from pd_common.control.files import Mounted
 from pd_common.errors import InvalidRequest
 from pd_common.types import Role
 
-ROUTER_NAME = "pd-router"
-"""The DNS name of a router's certificate."""
-
 
 def name_of(role: Role) -> str:
     """The DNS name that a certificate for this role has."""

@@ -1,4 +1,4 @@
-"""Spans of a room: names, attributes, one tracer, and the trace context that is carried in gRPC metadata.
+"""Spans in OpenTelemetry's terms: names, one tracer, and the trace context that is carried in gRPC metadata.
 
 Without an OTLP endpoint no SDK is installed and every span is a no-op.
 """
@@ -16,9 +16,8 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, StatusCode, TraceFlags
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags
 
-from pd_common.errors import PdError
 from pd_common.types import BootstrapRoom
 
 ROOM = "pd.bootstrap_room"
@@ -75,58 +74,6 @@ def start(
 ) -> Span:
     """A span of a room, open until its `end()`. `start_ns` is nanoseconds since 1970 (default: now)."""
     return _tracer.start_span(name, parent, attributes={ROOM: str(room), **attributes}, start_time=start_ns)
-
-
-class RoomTrace:
-    """One room's span in one process, divided into consecutive stages: entering one ends the one before."""
-
-    def __init__(self, name: SpanName, room: BootstrapRoom, parent: Context, **attributes: str | float) -> None:
-        self._room = room
-        self._began_ns = now_ns()
-        self._has_token = False
-        self._ended = False
-        self._root = start(name, room, parent, start_ns=self._began_ns, **attributes)
-        self._stage: Span | None = None
-        self.context = inside(self._root)
-
-    def enter(self, name: SpanName, **attributes: str | float) -> Span:
-        """Begins a stage; attributes that become known later are set on the span."""
-        if not self._root.is_recording():
-            return self._root
-        now = now_ns()
-        if self._stage is not None:
-            self._stage.end(now)
-        self._stage = start(name, self._room, self.context, start_ns=now, **attributes)
-        return self._stage
-
-    def leave(self) -> None:
-        """Ends the stage; the next one, if any, begins later."""
-        if self._stage is not None:
-            self._stage.end()
-            self._stage = None
-
-    def record(self, name: SpanName, start_ns: int, end_ns: int, **attributes: str | float) -> None:
-        """A child that is over already, beside the stages."""
-        if self._root.is_recording():
-            start(name, self._room, self.context, start_ns=start_ns, **attributes).end(end_ns)
-
-    def first_token(self) -> None:
-        """Notes the time to first token, once."""
-        if not self._has_token:
-            self._has_token = True
-            self._root.set_attribute("ttft_ms", round((now_ns() - self._began_ns) / 1e6, 3))
-
-    def end(self, error: PdError | None = None, **attributes: str | float) -> None:
-        """Ends the stage and the room's span, as failed if there is an error. A second call does nothing."""
-        if self._ended:
-            return
-        self._ended = True
-        self._root.set_attributes(attributes)
-        for span in filter(None, (self._stage, self._root)):
-            if error is not None:
-                span.set_status(StatusCode.ERROR, error.message)
-                span.set_attribute("error.type", error.reason.value)
-            span.end()
 
 
 def inside(span: Span) -> Context:

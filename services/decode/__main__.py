@@ -13,6 +13,7 @@ from pd_common import config
 from pd_common.control import metrics, process, server
 from pd_common.control.abort_servicer import AbortServicer
 from pd_common.control.generation_servicer import EngineGenerationServicer
+from pd_common.control.inspection_servicer import InspectionServicer
 from pd_common.control.security import Security
 from pd_common.control.status_servicer import TransferStatusServicer
 from pd_common.control.supervisor import Supervisor
@@ -71,12 +72,24 @@ async def serve(options: dict[str, Any]) -> None:
     drain = Drain(queue.take_back, security.dial)
     limits = WaitingLimits(steps.max_queued_requests, steps.queue_timeout_s)
     service = DecodeService(
-        own.instance, engine, memory, queue, handoff, answering, drain, copies, own.transfers, own.hub, limits
+        own.instance,
+        engine,
+        memory,
+        queue,
+        handoff,
+        answering,
+        drain,
+        copies,
+        own.transfers,
+        own.hub,
+        limits,
+        own.tracing,
     )
     control = server.ControlServer(
         [
             server.transfer_status(TransferStatusServicer(service)),
             server.abort(AbortServicer(service)),
+            server.inspection(InspectionServicer(lambda: own.describe(Role.DECODE), own.tracing)),
             server.generation(EngineGenerationServicer(service, own.hub, engine)),
         ],
         security.tls,
@@ -89,7 +102,7 @@ async def serve(options: dict[str, Any]) -> None:
         refetch = Refetch(service, handoff, prefills, security.keys)
         service.use(prefills)
         answering.use(refetch.again)
-        collectors = (metrics.PoolCollector(service.pool_status), control.errors)
+        collectors = (metrics.PoolCollector(service.pool_status), own.metrics, control.errors)
         exposed = metrics.served(collectors, listen.host, options["metrics_port"], security.tls)
         supervisor = Supervisor(control)
         async with (

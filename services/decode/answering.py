@@ -86,7 +86,7 @@ class Answering:
         stage = room.trace.enter(SpanName.DECODE_STEPS)
         before = len(room.sequence.output)
         await asyncio.shield(answer.ended)
-        stage.set_attribute("tokens", len(room.sequence.output) - before)
+        stage.attributes["tokens"] = len(room.sequence.output) - before
         return _settle(room)
 
     async def _come_back(self, room: Room) -> None:

@@ -12,7 +12,8 @@ from pd_common.engine.request import Sequence
 from pd_common.generation import GenerationRequest
 from pd_common.handoff.receiver import KVReceiver
 from pd_common.handoff.state import Progress
-from pd_common.telemetry.spans import RoomTrace, SpanName
+from pd_common.telemetry.spans import SpanName
+from pd_common.telemetry.tracing import RoomTrace
 from pd_common.types import BootstrapRoom
 from services.decode.answers import Answer
 from services.decode.host_copies import HostCopy

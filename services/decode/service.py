@@ -24,7 +24,8 @@ from pd_common.handoff.digest import digest_prompt
 from pd_common.handoff.quarantine import Held
 from pd_common.handoff.state import Transfer, TransferState
 from pd_common.handoff.table import TransferTable
-from pd_common.telemetry.spans import RoomTrace, SpanName
+from pd_common.telemetry.spans import SpanName
+from pd_common.telemetry.tracing import Tracing
 from pd_common.transport.fake import is_fake
 from pd_common.types import BootstrapRoom, Instance
 from services.decode.answering import Answering
@@ -61,8 +62,10 @@ class DecodeService(RoomKeeper[Room]):
         transfers: TransferTable,
         hub: OutputHub,
         limits: WaitingLimits,
+        tracing: Tracing,
     ) -> None:
         super().__init__(instance, transfers, hub, limits)
+        self._tracing = tracing
         self._engine = engine
         self._memory = memory
         self._queue = queue
@@ -132,7 +135,7 @@ class DecodeService(RoomKeeper[Room]):
         now = time.monotonic()
         deadline_s, digest = now + request.timeout_s, digest_prompt(request.prompt)
         self.transfers.open(request.room, rid=request.rid, prompt_digest=digest, deadline_s=deadline_s, now=now)
-        trace = RoomTrace(span, request.room, parent, prompt_tokens=len(request.prompt), rid=request.rid)
+        trace = self._tracing.begin(span, request.room, parent, prompt_tokens=len(request.prompt), rid=request.rid)
         reported = asyncio.get_running_loop().create_future()
         room = Room(request, sequence, digest, deadline_s, trace, reported, asyncio.Event())
         self._rooms[request.room] = room

@@ -11,6 +11,7 @@ from pd_common.control import metrics, process, server
 from pd_common.control.abort_servicer import AbortServicer
 from pd_common.control.bootstrap_servicer import BootstrapServicer
 from pd_common.control.generation_servicer import EngineGenerationServicer
+from pd_common.control.inspection_servicer import InspectionServicer
 from pd_common.control.registry import Registry
 from pd_common.control.security import Security
 from pd_common.control.status_servicer import TransferStatusServicer
@@ -75,6 +76,7 @@ async def serve(options: dict[str, Any]) -> None:
             server.page_allocation(PageAllocationServicer(service, receivers)),
             server.transfer_status(TransferStatusServicer(service)),
             server.abort(AbortServicer(service)),
+            server.inspection(InspectionServicer(lambda: own.describe(Role.PREFILL), own.tracing)),
             server.generation(EngineGenerationServicer(service, own.hub, engine, place.bootstrap)),
         ],
         security.tls,
@@ -88,7 +90,7 @@ async def serve(options: dict[str, Any]) -> None:
         membership = Membership(rank, lambda: security.dial(directory, Role.PREFILL))
         service.announce_with(membership.announced)
         lease_s = await membership.join()
-        collectors = (metrics.PoolCollector(service.pool_status), control.errors)
+        collectors = (metrics.PoolCollector(service.pool_status), own.metrics, control.errors)
         exposed = metrics.served(collectors, listen.host, options["metrics_port"], security.tls)
         supervisor = Supervisor(control)
         async with (
@@ -133,6 +135,7 @@ def _rooms_of(
         own.transfers,
         own.hub,
         WaitingLimits(steps.max_queued_requests, steps.queue_timeout_s),
+        own.tracing,
         new_digest=own.new_digest if data.digest else None,
         optimistic_attempts=options["optimistic_prefill_attempts"],
         handshake_only=data.transfer_backend == FAKE,

@@ -18,7 +18,8 @@ from pd_common.handoff.metadata import CachedTokens, HandoffMetadata, MetadataBu
 from pd_common.handoff.sender import KVSender
 from pd_common.handoff.state import TransferState
 from pd_common.handoff.table import TransferTable
-from pd_common.telemetry.spans import RoomTrace, SpanName, now_ns
+from pd_common.telemetry.spans import SpanName, now_ns
+from pd_common.telemetry.tracing import RoomTrace
 from pd_common.transport.base import WriteReceipt
 from pd_common.types import BootstrapRoom
 from services.prefill.job import Job

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pd_common.aio import RoomTask
 from pd_common.generation import GenerationRequest
 from pd_common.handoff.destination import Destination
-from pd_common.telemetry.spans import RoomTrace
+from pd_common.telemetry.tracing import RoomTrace
 from services.prefill.handover import Handover
 from services.prefill.job import Job
 from services.prefill.reports import Reports

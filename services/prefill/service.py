@@ -37,7 +37,8 @@ from pd_common.handoff.metadata import MetadataBuffers
 from pd_common.handoff.quarantine import Held
 from pd_common.handoff.state import Progress, Transfer, TransferState
 from pd_common.handoff.table import TransferTable
-from pd_common.telemetry.spans import RoomTrace, SpanName
+from pd_common.telemetry.spans import SpanName
+from pd_common.telemetry.tracing import Tracing
 from pd_common.transport.fake import is_fake
 from pd_common.types import BootstrapRoom, Instance
 from services.prefill.fake import offer_of_nothing
@@ -61,6 +62,7 @@ class PrefillService(RoomKeeper[Room]):
         transfers: TransferTable,
         hub: OutputHub,
         limits: WaitingLimits,
+        tracing: Tracing,
         *,
         new_digest: Callable[[], PageDigest] | None,
         optimistic_attempts: int = 0,
@@ -68,6 +70,7 @@ class PrefillService(RoomKeeper[Room]):
     ) -> None:
         """`optimistic_attempts`: how often a prompt may be begun before decode has offered memory for it."""
         super().__init__(instance, transfers, hub, limits)
+        self._tracing = tracing
         self._engine = engine
         self._scheduler = scheduler
         self._metadata = metadata
@@ -134,7 +137,7 @@ class PrefillService(RoomKeeper[Room]):
 
     def _start(self, leg: GenerationRequest, parent: Context, refusal: Coroutine[Any, Any, None] | None = None) -> None:
         number = leg.room
-        trace = RoomTrace(SpanName.PREFILL, number, parent, prompt_tokens=len(leg.prompt), rid=leg.rid)
+        trace = self._tracing.begin(SpanName.PREFILL, number, parent, prompt_tokens=len(leg.prompt), rid=leg.rid)
         room = self._rooms[number] = Room(leg, trace, asyncio.get_running_loop().create_future())
         offered = self._offered.pop(number, None)
         if offered is not None:

@@ -12,11 +12,15 @@ from pd_common import config
 from pd_common.control import metrics, process, server
 from pd_common.control.abort_servicer import AbortServicer
 from pd_common.control.http_server import HttpServer
+from pd_common.control.inspection_servicer import InspectionServicer
 from pd_common.control.security import Security
 from pd_common.control.supervisor import Supervisor
 from pd_common.errors import InvalidRequest
 from pd_common.telemetry import spans
+from pd_common.telemetry.metrics import RoomMetrics
+from pd_common.telemetry.tracing import Tracing
 from pd_common.types import BootstrapAddress, Role
+from services.router.describe import describe
 from services.router.dispatch import Dispatcher
 from services.router.http import create_app
 from services.router.policy import LeastLoaded
@@ -81,7 +85,6 @@ async def serve(
     **settings: Any,
 ) -> None:
     """The wiring of one router process; returns when it has been stopped by a signal."""
-    tracing = spans.configure("pd-router", f"router-{host}-{http_port}")
     _refuse_repeated("--prefill", prefills)
     _refuse_repeated("--decode", decodes)
     security = Security.open(config.pick(config.SecurityConfig, settings), host)
@@ -90,15 +93,24 @@ async def serve(
     decode_workers = [Worker(Role.DECODE, address, changed, security.dial) for address in decodes]
     workers = [*prefill_workers, *decode_workers]
     policy = LeastLoaded(prefill_workers, decode_workers, disaggregation_min_prompt_tokens)
-    dispatcher = Dispatcher(policy, security.keys)
+    tracing = Tracing()
+    dispatcher = Dispatcher(policy, tracing, security.keys)
+    exporting = spans.configure("pd-router", dispatcher.instance.instance_id)
+    rooms = RoomMetrics()
+    tracing.listeners.append(rooms.note_leg)
     control = server.ControlServer(
-        [server.abort(AbortServicer(dispatcher)), server.generation(RouterGenerationServicer(dispatcher))], security.tls
+        [
+            server.abort(AbortServicer(dispatcher)),
+            server.inspection(InspectionServicer(lambda: describe(dispatcher, policy), tracing)),
+            server.generation(RouterGenerationServicer(dispatcher)),
+        ],
+        security.tls,
     )
     prober = Prober(dispatcher, policy, changed, control)
     http = HttpServer(create_app(dispatcher, lambda: control.is_live), host, http_port, tls=security.tls)
     async with control.listening(host, grpc_port) as bound_grpc_port:
         bound_http_port = await http.start()
-        exposed = metrics.served([control.errors], host, metrics_port, security.tls)
+        exposed = metrics.served([rooms, control.errors], host, metrics_port, security.tls)
         supervisor = Supervisor(control)
         async with (
             exposed as metrics_server,
@@ -117,8 +129,8 @@ async def serve(
             await supervisor.until_end()
             await http.stop()
             await control.stop(grace_s=5.0)
-    if tracing is not None:
-        tracing.shutdown()
+    if exporting is not None:
+        exporting.shutdown()
     await supervisor.close(dispatcher.close(), *(worker.stop() for worker in workers))
 
 

@@ -29,7 +29,8 @@ from pd_common.errors import (
 from pd_common.generation import ChatMessage, ClientRequest, GenerationRequest, ModelInfo, Output
 from pd_common.handoff.state import TransferState
 from pd_common.telemetry import spans
-from pd_common.telemetry.spans import RoomTrace, SpanName
+from pd_common.telemetry.spans import SpanName
+from pd_common.telemetry.tracing import Attribute, RoomTrace, Tracing
 from pd_common.types import BootstrapRoom, Role, new_room
 from services.router.policy import LeastLoaded
 from services.router.rooms import OpenRoom, Rooms
@@ -45,13 +46,19 @@ _TICKET_SLACK_S = 60.0
 class Dispatcher:
     """Every room that is open here ends in one of: its last output, an error, an abort of its legs."""
 
-    def __init__(self, policy: LeastLoaded, keys: TicketKeys | None = None) -> None:
+    def __init__(self, policy: LeastLoaded, tracing: Tracing, keys: TicketKeys | None = None) -> None:
         """With `keys` the legs of each room carry its ticket."""
         self.instance = new_instance("router")
         self._policy = policy
+        self._tracing = tracing
         self._keys = keys
         self._rooms = Rooms()
         self._aborts = Tasks()
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that have not ended here."""
+        return len(self._rooms)
 
     # --- what the fronts use (services/router/backend.py) ---
 
@@ -104,7 +111,7 @@ class Dispatcher:
     async def _answer(self, room: OpenRoom, reason: str) -> AsyncGenerator[Output, None]:
         number, lives = room.number, room.route.lives
         self._rooms.add(room, time.monotonic())
-        trace = _trace(room, reason)
+        trace = self._trace(room, reason)
         for leg in room.legs:
             leg.open(number, _sink(room.arrivals, leg.role))
         error: PdError | None = None
@@ -134,9 +141,9 @@ class Dispatcher:
             trace.end(error)
 
     async def _submit(self, room: OpenRoom, trace: RoomTrace) -> None:
-        stage = trace.enter(SpanName.DISPATCH)
+        trace.enter(SpanName.DISPATCH)
         answers = await asyncio.gather(
-            *(leg.submit(room.request, spans.inside(stage)) for leg in room.legs), return_exceptions=True
+            *(leg.submit(room.request, trace.context) for leg in room.legs), return_exceptions=True
         )
         room.foreign = _who_said(RoomInUse, room.legs, answers)
         if not room.aborts:
@@ -184,6 +191,12 @@ class Dispatcher:
         """Waits for aborts that are under way."""
         await asyncio.gather(*self._aborts, return_exceptions=True)
 
+    def _trace(self, room: OpenRoom, reason: str) -> RoomTrace:
+        """Says which way the room takes, and why."""
+        way: dict[str, Attribute] = {leg.role.value: leg.address.target for leg in room.legs}
+        way |= {"pd.disaggregated": room.route.prefill is not None, "pd.route_reason": reason}
+        return self._tracing.begin(SpanName.ROUTE, room.number, _parent(room.number), **way)
+
     def _ticket(self, room: BootstrapRoom, timeout_s: float) -> bytes:
         return b"" if self._keys is None else self._keys.sign(room, time.time() + timeout_s + _TICKET_SLACK_S)
 
@@ -218,13 +231,6 @@ def _leg_request(room: BootstrapRoom, route: Route, request: ClientRequest, tick
         cache_salt=request.cache_salt,
         priority=request.priority,
     )
-
-
-def _trace(room: OpenRoom, reason: str) -> RoomTrace:
-    """Says which way the room takes, and why."""
-    way: dict[str, str | float] = {leg.role.value: leg.address.target for leg in room.legs}
-    way |= {"pd.disaggregated": room.route.prefill is not None, "pd.route_reason": reason}
-    return RoomTrace(SpanName.ROUTE, room.number, _parent(room.number), **way)
 
 
 def _parent(room: BootstrapRoom) -> Context:

@@ -52,6 +52,9 @@ class Rooms:
         self._open: dict[BootstrapRoom, OpenRoom] = {}
         self._refused: dict[BootstrapRoom, float] = {}
 
+    def __len__(self) -> int:
+        return len(self._open)
+
     def add(self, room: OpenRoom, now: float) -> None:
         """Takes a new room in.
 

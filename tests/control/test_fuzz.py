@@ -24,6 +24,7 @@ from pd_common.control.registry import Registry
 from pd_common.control.server import ControlServer
 from pd_common.control.status import from_rpc_error
 from pd_common.errors import Reason, RoomAborted
+from pd_common.telemetry.tracing import Tracing
 from pd_common.types import Role
 from services.router.dispatch import Dispatcher
 from services.router.policy import LeastLoaded
@@ -118,7 +119,7 @@ class Attacked:
         addresses = {Role.PREFILL: self.pair.at_prefill.address, Role.DECODE: self.pair.at_decode.address}
         self._workers = [Worker(role, address, self._changed, dial_plain) for role, address in addresses.items()]
         policy = LeastLoaded(self._workers[:1], self._workers[1:])
-        self._dispatcher = Dispatcher(policy)
+        self._dispatcher = Dispatcher(policy, Tracing())
         self._control = ControlServer(
             [
                 server.abort(AbortServicer(self._dispatcher)),

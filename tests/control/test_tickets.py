@@ -40,6 +40,7 @@ from pd_common.control.status_servicer import TransferStatusServicer
 from pd_common.control.tickets import TicketKeys, check, sign
 from pd_common.errors import InvalidRequest, PdError, PermissionDenied
 from pd_common.generation import ClientRequest, SamplingParams
+from pd_common.telemetry.tracing import Tracing
 from pd_common.types import BootstrapAddress, BootstrapRoom, Role
 from services.router.dispatch import Dispatcher
 from services.router.policy import LeastLoaded
@@ -298,12 +299,12 @@ async def test_the_router_signs_what_the_engines_check(guarded: Connection, room
     target = guarded.address.rpartition(":")
     address = BootstrapAddress(target[0], int(target[2]))
     changed = asyncio.Event()
-    workers = [Worker(role, address, changed, dial_plain) for role in Role]
+    workers = [Worker(role, address, changed, dial_plain) for role in (Role.PREFILL, Role.DECODE)]
     running = [asyncio.create_task(worker.run()) for worker in workers]
     while not all(worker.is_live for worker in workers):
         await asyncio.wait_for(changed.wait(), 10)
         changed.clear()
-    dispatcher = Dispatcher(LeastLoaded(workers[:1], workers[1:]), keys)
+    dispatcher = Dispatcher(LeastLoaded(workers[:1], workers[1:]), Tracing(), keys)
     prompt = ClientRequest(prompt=(1, 2), sampling=SamplingParams(max_new_tokens=4), timeout_s=30.0, room=ROOM)
     client = asyncio.create_task(anext(dispatcher.generate_through(Route(workers[0], workers[1]), prompt, "test")))
     request, _ = await asyncio.wait_for(rooms.submitted.get(), 10)

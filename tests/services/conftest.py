@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from pd_common.telemetry.tracing import Tracing
 from services.router.dispatch import Dispatcher
 from tests.services.engine_server import Cluster, EngineServer
 
@@ -31,6 +32,6 @@ async def decode(cluster: Cluster) -> EngineServer:
 
 @pytest.fixture
 async def dispatcher(cluster: Cluster) -> AsyncIterator[Dispatcher]:
-    dispatcher = Dispatcher(cluster.policy)
+    dispatcher = Dispatcher(cluster.policy, Tracing())
     yield dispatcher
     await dispatcher.close()

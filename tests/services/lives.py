@@ -25,6 +25,7 @@ from pd_common.handoff.deadlines import Timeouts
 from pd_common.handoff.metadata import MetadataBuffers
 from pd_common.handoff.table import TransferTable
 from pd_common.kv.prefix import PrefixCache
+from pd_common.telemetry.tracing import Tracing
 from pd_common.transport.base import Transport
 from pd_common.transport.loopback import Faults, LoopbackNetwork, LoopbackTransport
 from pd_common.types import BootstrapRoom, Instance, Role
@@ -113,6 +114,7 @@ class PrefillLife:
             self.transfers,
             self.hub,
             NO_LIMITS,
+            Tracing(),
             new_digest=self.engine.pool.new_digest,
         )
         self.receivers = Receivers(
@@ -225,6 +227,7 @@ class DecodeLife:
             self.transfers,
             self.hub,
             growth.limits,
+            Tracing(),
         )
         self.servicers: dict[str, Any] = {
             "transfer_status": TransferStatusServicer(self.service),

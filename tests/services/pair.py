@@ -195,7 +195,10 @@ class Pair:
     ) -> None:
         """Over loopback, unless another transport is given: then nothing can be made to go wrong by `faults`."""
         self.network = LoopbackNetwork()
-        real = {role: None if new_transport is None else Real(new_instance(role), new_transport(), 1) for role in Role}
+        real = {
+            role: None if new_transport is None else Real(new_instance(role), new_transport(), 1)
+            for role in (Role.PREFILL, Role.DECODE)
+        }
         self.prefill = PrefillLife(
             self.network, prefill_pages, prefill_slots, chunk_tokens, retention_s, real[Role.PREFILL], timeouts
         )

@@ -22,7 +22,7 @@ from pd_common.errors import (
     TopologyIncomplete,
 )
 from pd_common.handoff.state import Progress, TransferState
-from pd_common.telemetry.spans import RoomTrace
+from pd_common.telemetry.tracing import RoomTrace
 from pd_common.types import BootstrapRoom, Instance
 from tests.services.byte_engine import Gate
 from tests.services.lives import PrefillLife

@@ -18,6 +18,7 @@ from pd_common.errors import CapacityExceeded, PromptTooLong, RoomAborted
 from pd_common.generation import ClientRequest, GenerationRequest, Output, SamplingParams
 from pd_common.telemetry import spans
 from pd_common.telemetry.spans import SpanName
+from pd_common.telemetry.tracing import Tracing
 from pd_common.types import BootstrapRoom
 from services.router.dispatch import Dispatcher
 from tests.control.fake_rooms import IDLE
@@ -35,7 +36,7 @@ class Router:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.dispatcher = Dispatcher(cluster.policy)
+        self.dispatcher = Dispatcher(cluster.policy, Tracing())
         self.decodes = cluster.decode_servers
         self.prefills = cluster.prefill_servers
 

@@ -19,6 +19,7 @@ from pd_common.control.rooms import Call
 from pd_common.control.server import ControlServer
 from pd_common.errors import CapacityExceeded, InvalidRequest, NoWorkers, PdError, PeerLost, TransferFailed
 from pd_common.generation import ClientRequest, Output, SamplingParams
+from pd_common.telemetry.tracing import Tracing
 from pd_common.types import BootstrapAddress, BootstrapRoom, Role
 from services.router import probe as probes
 from services.router import worker as workers
@@ -42,7 +43,7 @@ class Router:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.policy = cluster.policy
-        self.dispatcher = Dispatcher(self.policy)
+        self.dispatcher = Dispatcher(self.policy, Tracing())
         self.control = ControlServer([])
 
     async def start(self) -> None:
@@ -171,7 +172,7 @@ async def test_without_workers_the_error_says_what_is_the_matter_with_each() -> 
     changed = asyncio.Event()
     prefill = Worker(Role.PREFILL, BootstrapAddress("p", 1), changed, dial_plain)
     decode = Worker(Role.DECODE, BootstrapAddress("d", 2), changed, dial_plain)
-    dispatcher = Dispatcher(LeastLoaded([prefill], [decode]))
+    dispatcher = Dispatcher(LeastLoaded([prefill], [decode]), Tracing())
     assert not dispatcher.is_ready
     assert dispatcher.not_ready_reason() == "prefill p:1: not connected yet; decode d:2: not connected yet"
     with pytest.raises(

@@ -21,6 +21,7 @@ from pd_common.control.generation_client import GenerationClient
 from pd_common.control.server import LIVENESS, ControlServer
 from pd_common.errors import InternalError, InvalidRequest, PdError, ShuttingDown
 from pd_common.generation import Output
+from pd_common.telemetry.tracing import Tracing
 from pd_common.transport.fake import FAKE_BOOTSTRAP_HOST
 from pd_common.types import BootstrapAddress
 from services.decode import __main__ as decode
@@ -223,7 +224,7 @@ async def test_a_router_refuses_an_address_that_is_given_twice(role: str) -> Non
 async def test_a_probe_that_dies_is_a_death() -> None:
     cluster = Cluster()
     await cluster.start()
-    dispatcher = Dispatcher(cluster.policy)
+    dispatcher = Dispatcher(cluster.policy, Tracing())
     prober = Prober(dispatcher, cluster.policy, cluster.changed, ControlServer([]))
     probing, watch = asyncio.create_task(prober.run()), asyncio.create_task(prober.watch())
     await cluster.decode_servers[0].next_request()

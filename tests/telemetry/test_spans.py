@@ -11,8 +11,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanContext, StatusCode
 
 from pd_common.errors import DeadlineExceeded
-from pd_common.telemetry import spans
-from pd_common.telemetry.spans import ROOM, RoomTrace, SpanName
+from pd_common.telemetry import spans, tracing
+from pd_common.telemetry.spans import ROOM, SpanName
+from pd_common.telemetry.tracing import Tracing
 from pd_common.types import MAX_ROOM, BootstrapRoom
 
 LARGEST = BootstrapRoom(MAX_ROOM)
@@ -88,8 +89,8 @@ def test_what_is_carried_is_what_is_received() -> None:
 
 def test_the_other_process_continues_the_trace_below_the_callers_span(exported: InMemorySpanExporter) -> None:
     room = BootstrapRoom(9)
-    here = RoomTrace(SpanName.ROUTE, room, spans.of_room(room))
-    there = RoomTrace(SpanName.PREFILL, room, spans.received(spans.carried(here.context), room))
+    here = Tracing().begin(SpanName.ROUTE, room, spans.of_room(room))
+    there = Tracing().begin(SpanName.PREFILL, room, spans.received(spans.carried(here.context), room))
     there.end()
     here.end()
     named = by_name(exported)
@@ -102,7 +103,7 @@ def test_the_other_process_continues_the_trace_below_the_callers_span(exported: 
 def test_stages_follow_each_other_without_a_gap_and_fill_the_room(exported: InMemorySpanExporter) -> None:
     room = LARGEST
     stages = [SpanName.PEERING, SpanName.PREALLOC_WAIT, SpanName.ALLOCATE, SpanName.TRANSFER_WAIT]
-    trace_of_room = RoomTrace(SpanName.DECODE, room, spans.of_room(room), rid="mine")
+    trace_of_room = Tracing().begin(SpanName.DECODE, room, spans.of_room(room), rid="mine")
     for stage in stages:
         trace_of_room.enter(stage, pages=3)
     trace_of_room.end()
@@ -130,7 +131,7 @@ def test_a_failure_marks_the_room_and_the_stage_that_it_ended_but_no_earlier_one
     exported: InMemorySpanExporter,
 ) -> None:
     room = BootstrapRoom(4)
-    trace_of_room = RoomTrace(SpanName.DECODE, room, spans.of_room(room))
+    trace_of_room = Tracing().begin(SpanName.DECODE, room, spans.of_room(room))
     trace_of_room.enter(SpanName.PEERING)
     trace_of_room.enter(SpanName.TRANSFER_WAIT)
     trace_of_room.end(DeadlineExceeded("too late", room=room), tokens=2)
@@ -148,7 +149,7 @@ def test_a_failure_marks_the_room_and_the_stage_that_it_ended_but_no_earlier_one
 
 def test_a_room_that_ended_is_not_ended_again(exported: InMemorySpanExporter, caplog: pytest.LogCaptureFixture) -> None:
     room = BootstrapRoom(4)
-    trace_of_room = RoomTrace(SpanName.DECODE, room, spans.of_room(room))
+    trace_of_room = Tracing().begin(SpanName.DECODE, room, spans.of_room(room))
     trace_of_room.enter(SpanName.PEERING)
     trace_of_room.end()
     trace_of_room.end(DeadlineExceeded("too late"), tokens=2)
@@ -159,7 +160,7 @@ def test_a_room_that_ended_is_not_ended_again(exported: InMemorySpanExporter, ca
 
 def test_a_child_that_is_over_is_recorded_beside_the_stages(exported: InMemorySpanExporter) -> None:
     room = BootstrapRoom(4)
-    trace_of_room = RoomTrace(SpanName.PREFILL, room, spans.of_room(room))
+    trace_of_room = Tracing().begin(SpanName.PREFILL, room, spans.of_room(room))
     trace_of_room.enter(SpanName.COMPUTE_WAIT)
     trace_of_room.record(SpanName.CHUNK_COMPUTE, 1000, 2500, tokens=64)
     trace_of_room.end()
@@ -173,9 +174,9 @@ def test_a_child_that_is_over_is_recorded_beside_the_stages(exported: InMemorySp
 
 def test_the_time_to_first_token_is_noted_once(exported: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10_000_000, 35_500_000, 999_000_000])
-    monkeypatch.setattr(spans, "now_ns", lambda: next(clock))
+    monkeypatch.setattr(tracing, "now_ns", lambda: next(clock))
     room = BootstrapRoom(4)
-    trace_of_room = RoomTrace(SpanName.ROUTE, room, spans.of_room(room))
+    trace_of_room = Tracing().begin(SpanName.ROUTE, room, spans.of_room(room))
     trace_of_room.first_token()
     trace_of_room.first_token()
     trace_of_room.end()
@@ -192,7 +193,7 @@ def test_without_an_endpoint_nothing_is_exported(monkeypatch: pytest.MonkeyPatch
 
 def test_a_room_without_a_tracer_costs_nothing_and_still_carries_its_trace() -> None:
     room = BootstrapRoom(8)
-    trace_of_room = RoomTrace(SpanName.ROUTE, room, spans.of_room(room))
+    trace_of_room = Tracing().begin(SpanName.ROUTE, room, spans.of_room(room))
     trace_of_room.enter(SpanName.DISPATCH)
     carried = spans.carried(trace_of_room.context)
     trace_of_room.end()

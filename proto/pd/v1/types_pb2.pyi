@@ -16,6 +16,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_UNSPECIFIED: _ClassVar[Role]
     ROLE_PREFILL: _ClassVar[Role]
     ROLE_DECODE: _ClassVar[Role]
+    ROLE_ROUTER: _ClassVar[Role]
 
 class TransferState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -41,6 +42,7 @@ class StateKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
+ROLE_ROUTER: Role
 TRANSFER_STATE_UNSPECIFIED: TransferState
 TRANSFER_STATE_BOOTSTRAPPING: TransferState
 TRANSFER_STATE_WAITING_FOR_INPUT: TransferState
