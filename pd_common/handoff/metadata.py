@@ -1,6 +1,7 @@
 """The metadata slot: one fixed row per request that tells decode where to go on, and the seal that says whose it is.
 
-Owns the rows and their slots (I6). The row is packed, versioned and little-endian; each field begins on a 64-byte line.
+Owns the rows and their slots (I6). The row is packed, versioned and little-endian; each field but the
+seal begins on a 64-byte line. Before the row itself comes its mark: the pages are there.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from pd_common.handoff.digest import DIGEST_BYTES, digest_row
 from pd_common.transport.base import MemoryRegion, Puts
 from pd_common.types import BootstrapRoom
 
-METADATA_SCHEMA = 2
+METADATA_SCHEMA = 3
 
 _LINE_BYTES = 64
+_SEAL_BYTES = 16
 _CACHED_COUNTERS = 7
 
-# Everything up to the seal is the body; the seal is written after it. `row_digest` is over all other bytes of the row,
-# the seal and the padding too: nothing is sent that it does not cover.
+# Everything up to the seal's line is the body; that line is written after it, and ends with the seal, so that nothing
+# is written any more when the seal is there. `row_digest` is over all other bytes of the row, the seal and the padding
+# too: nothing is sent that it does not cover, but for the mark, which the body wipes.
 _BODY: tuple[tuple[str, str, int], ...] = (
     ("schema", "<u4", 1),
     ("output_ids", "<i4", 1),
+    ("chunks_done", "<i4", 1),
     ("cached_tokens", "<i4", _CACHED_COUNTERS),
     ("covered_tokens", "<i4", 1),
     ("output_token_logprobs_len", "<i4", 1),
@@ -38,6 +42,7 @@ _BODY: tuple[tuple[str, str, int], ...] = (
     ("output_top_logprobs_idx", "<i4", MAX_TOP_LOGPROBS),
     ("digest_len", "<i4", 1),
     ("digest", "u1", DIGEST_BYTES),
+    ("mark", "<u8", 2),
     ("row_digest", "u1", DIGEST_BYTES),
 )
 _SEAL: tuple[tuple[str, str, int], ...] = (("seal", "<u8", 2),)
@@ -49,6 +54,7 @@ def _row_dtype() -> np.dtype[np.void]:
     for _, code, count in _BODY + _SEAL:
         offsets.append(offset)
         offset += -(-np.dtype(code).itemsize * count // _LINE_BYTES) * _LINE_BYTES
+    offsets[-1] = offset - _SEAL_BYTES
     names = [name for name, _, _ in _BODY + _SEAL]
     formats = [(code, (count,)) for _, code, count in _BODY + _SEAL]
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": offset})
@@ -58,6 +64,7 @@ _ROW = _row_dtype()
 ROW_BYTES = _ROW.itemsize
 _SEAL_OFFSET = ROW_BYTES - _LINE_BYTES
 _ROW_DIGEST_OFFSET = _SEAL_OFFSET - _LINE_BYTES
+_MARK_OFFSET = _ROW_DIGEST_OFFSET - _LINE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,8 @@ class CachedTokens:
 class HandoffMetadata:
     """What decode needs besides KV.
 
-    `covered_tokens` is how many prompt tokens the pages hold KV for; `digest` is that of the pages.
+    `covered_tokens` is how many prompt tokens the pages hold KV for; `digest` is that of the pages; `chunks_done` is in
+    how many sends they came. The sender adds the last two.
     """
 
     first_token: int
@@ -93,6 +101,7 @@ class HandoffMetadata:
     cached_tokens: CachedTokens = CachedTokens()
     logprob: TokenLogprob | None = None
     digest: bytes | None = None
+    chunks_done: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +167,9 @@ class MetadataBuffers:
         return slot
 
     def free(self, slot: Slot) -> None:
-        """Wipes the seal, then lets the index go. Nobody may write the row any more (I2)."""
+        """Wipes seal and mark, then lets the index go. Nobody may write the row any more (I2)."""
         row = self._row(slot)
-        row["seal"] = 0
+        row["seal"] = row["mark"] = 0
         self._live.remove(slot)
         self._free.append(slot.index)
 
@@ -182,12 +191,28 @@ class MetadataBuffers:
         row["output_ids"] = metadata.first_token
         row["cached_tokens"] = astuple(metadata.cached_tokens)
         row["covered_tokens"] = metadata.covered_tokens
+        row["chunks_done"] = metadata.chunks_done
         row["digest_len"] = len(digest)
         row["digest"][: len(digest)] = np.frombuffer(digest, dtype=np.uint8)
         if logprob is not None:
             _set_logprob(row, logprob)
         row["seal"] = (room, remote_generation)
         row["row_digest"] = np.frombuffer(_digest_of(row), dtype=np.uint8)
+
+    def set_mark(self, slot: Slot, remote_generation: int, pages: int) -> None:
+        """Makes the mark that says that all `pages` of the remote slot's room are there."""
+        self._row(slot)["mark"] = (remote_generation, pages)
+
+    def get_mark(self, slot: Slot) -> int:
+        """How many pages of the slot's room are there, if its mark has come; readable at any time."""
+        generation, pages = self._row(slot)["mark"].tolist()
+        return int(pages) if generation == slot.generation else 0
+
+    def written_slots(self) -> list[int]:
+        """Rows that have a mark or a seal, whoever's, by index; cheap enough to be asked for all the time."""
+        written = self._rows["seal"][:, 0] | self._rows["mark"][:, 0]
+        found: list[int] = written.nonzero()[0].tolist()
+        return found
 
     def get_seal(self, slot: Slot) -> Seal:
         """Whose row it is; readable at any time."""
@@ -216,6 +241,7 @@ class MetadataBuffers:
             cached_tokens=CachedTokens(*row["cached_tokens"].tolist()),
             logprob=_get_logprob(row),
             digest=row["digest"].tobytes() if digest_len else None,
+            chunks_done=int(row["chunks_done"][0]),
         )
 
     def row_puts(self, local_slot: Slot, remote_base: int, remote_index: int) -> tuple[Puts, Puts]:
@@ -224,6 +250,13 @@ class MetadataBuffers:
         local = self.region.base + local_slot.index * ROW_BYTES
         remote = remote_base + remote_index * ROW_BYTES
         return _put(local, remote, _SEAL_OFFSET), _put(local + _SEAL_OFFSET, remote + _SEAL_OFFSET, _LINE_BYTES)
+
+    def mark_put(self, local_slot: Slot, remote_base: int, remote_index: int) -> Puts:
+        """The write of the mark, to be visible after the pages that it speaks of."""
+        self._row(local_slot)
+        local = self.region.base + local_slot.index * ROW_BYTES
+        remote = remote_base + remote_index * ROW_BYTES
+        return _put(local + _MARK_OFFSET, remote + _MARK_OFFSET, _LINE_BYTES)
 
     def _row(self, slot: Slot) -> NDArray[np.void]:
         if slot not in self._live:

@@ -34,10 +34,10 @@ class Arrival:
 class KVReceiver:
     """Holds one offer until it is committed or given up. Never believes a report of success: it looks into the slot.
 
-    Pages are hashed, once each and in order, when the sender has reported them complete, while the next ones travel;
-    `digest`, if any, is a fresh one that reads the destination pool. That is no weaker than hashing all of them at the
-    end: a report is made after the write it speaks of has ended, and a sender writes each page once. Other writers are
-    kept out by the quarantine (I2), not by the digest. A report that lies makes a digest that does not match.
+    Pages are hashed, once each and in order, when the sender has reported or marked them complete, while the next ones
+    travel; `digest`, if any, is a fresh one that reads the destination pool. That is no weaker than hashing all of them
+    at the end: what says that a page is there comes after its write, and a sender writes each page once. Other writers
+    are kept out by the quarantine (I2), not by the digest. A report that lies makes a digest that does not match.
     """
 
     def __init__(
@@ -72,6 +72,16 @@ class KVReceiver:
         busy = self._hashing is not None and not self._hashing.done()
         if self._digest is not None and self._hashed < self._complete and not busy:
             self._hashing = asyncio.create_task(self._hash(self._digest))
+
+    def look(self) -> bool:
+        """Looks into the slot while the sender may be writing its last chunk; True when it has sealed the room.
+
+        Pages that are marked as there begin to be hashed.
+        """
+        slot = self.offer.slot
+        self.pages_complete(min(self._metadata.get_mark(slot), len(self._pages)))
+        seal = self._metadata.get_seal(slot)
+        return (seal.room, seal.generation) == (self.room, slot.generation)
 
     async def arrival(self) -> Arrival:
         """The gate, then the digest of the pages, once the sender has reported success."""

@@ -14,7 +14,7 @@ from pd_common.errors import InternalError, LayoutMismatch, PagesInvalid, RoomAb
 from pd_common.handoff.chunk import PoolBuffers, TransferKVChunk, check_pages, group_concurrent_contiguous, plan_puts
 from pd_common.handoff.destination import Destination
 from pd_common.handoff.digest import PageDigest
-from pd_common.handoff.metadata import HandoffMetadata, MetadataBuffers, Slot
+from pd_common.handoff.metadata import ROW_BYTES, HandoffMetadata, MetadataBuffers, Slot
 from pd_common.handoff.state import Progress
 from pd_common.transport.base import Puts, WriteReceipt
 from pd_common.types import BootstrapRoom
@@ -62,6 +62,15 @@ class KVSender:
         """What the destination holds by now; the metadata row counts as bytes, not as a page."""
         return self._progress
 
+    def progress_with(self, chunk: TransferKVChunk) -> Progress:
+        """What the destination will hold when this chunk is there as well."""
+        row_bytes = ROW_BYTES if chunk.is_last else 0
+        return Progress(
+            self._progress.chunks_done + 1,
+            self._progress.pages_done + len(chunk.src_pages),
+            self._progress.bytes_done + len(chunk.src_pages) * self._source.page_bytes + row_bytes,
+        )
+
     async def send_kv_chunk(self, chunk: TransferKVChunk) -> WriteReceipt:
         """Writes the pages of a chunk that is not the last; returns when they are visible remotely.
 
@@ -79,7 +88,7 @@ class KVSender:
     async def finish(self, chunk: TransferKVChunk, metadata: HandoffMetadata) -> WriteReceipt:
         """Writes the last pages, if any are left, then the row's body, then its seal, each visible before the next.
 
-        The digest over everything that was sent is added to `metadata` here. Raises as `send_kv_chunk`.
+        What it comes to, the digest over all of it too, is added to `metadata` here. Raises as `send_kv_chunk`.
         """
         self._accept(chunk, is_last=True)
         return await self._in_turn(chunk, metadata)
@@ -130,19 +139,16 @@ class KVSender:
             except Exception as error:
                 self._stopped = self._stopped or error
                 raise
-        self._progress = Progress(
-            self._progress.chunks_done + 1,
-            self._progress.pages_done + len(chunk.src_pages),
-            self._progress.bytes_done + receipt.bytes,
-        )
+        self._progress = self.progress_with(chunk)
         return receipt
 
     async def _write(self, chunk: TransferKVChunk, metadata: HandoffMetadata | None) -> WriteReceipt:
         """Hashes the chunk while it travels; the row, which holds the digest, comes after both."""
-        channel = self._destination.channel
+        channel, puts = self._destination.channel, self._page_puts(chunk)
+        marks = (self._mark_puts(),) if metadata is not None and puts else ()
         hashing = asyncio.create_task(self._hash(chunk))
         try:
-            receipt = await channel.write(*self._page_puts(chunk))
+            receipt = (await channel.write(*puts, *marks)).without(marks)
         finally:
             await hashing
         if metadata is None:
@@ -155,15 +161,21 @@ class KVSender:
             await asyncio.to_thread(self._digest.update, chunk.src_pages)
 
     def _page_puts(self, chunk: TransferKVChunk) -> tuple[Puts, ...]:
-        if not len(chunk.src_pages):
+        count, offset = len(chunk.src_pages), chunk.dst_offset_pages
+        if not count:
             return ()
-        offset = chunk.dst_offset_pages
-        runs = group_concurrent_contiguous(chunk.src_pages, self._pages[offset : offset + len(chunk.src_pages)])
+        runs = group_concurrent_contiguous(chunk.src_pages, self._pages[offset : offset + count])
         return (plan_puts(runs, self._source.bases, self._destination.pool.buffers.bases, self._source.item_lens),)
 
+    def _mark_puts(self) -> Puts:
+        """Tells decode, which waits for it, that the pages are there: it hashes them while the row is made."""
+        remote = self._destination.offer.slot
+        self._metadata.set_mark(self._slot, remote.generation, len(self._pages))
+        return self._metadata.mark_put(self._slot, self._destination.pool.metadata_base, remote.index)
+
     def _row_puts(self, metadata: HandoffMetadata) -> tuple[Puts, Puts]:
-        if self._digest is not None:
-            metadata = replace(metadata, digest=self._digest.digest())
+        digest = None if self._digest is None else self._digest.digest()
+        metadata = replace(metadata, digest=digest, chunks_done=self._next_chunk)
         remote = self._destination.offer.slot
         self._metadata.set_buf(self._slot, self._room, remote.generation, metadata)
         return self._metadata.row_puts(self._slot, self._destination.pool.metadata_base, remote.index)

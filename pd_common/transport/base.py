@@ -7,7 +7,7 @@ Nothing here knows rooms, pages or layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -47,6 +47,14 @@ class WriteReceipt:
     descriptors: int
     posting_seconds: float
     seconds: float
+
+    def without(self, puts: Sequence[Puts]) -> WriteReceipt:
+        """As if these had not been among what was written."""
+        return replace(
+            self,
+            bytes=self.bytes - sum(each.total_bytes for each in puts),
+            descriptors=self.descriptors - sum(len(each) for each in puts),
+        )
 
     def __add__(self, after: WriteReceipt) -> WriteReceipt:
         """Both, one after the other."""

@@ -55,6 +55,8 @@ class Faults:
     """No byte of a write moves before this is set."""
     hold_group: asyncio.Event | None = None
     """No group but the first of a write moves before this is set."""
+    hold_end: dict[int, asyncio.Event] = field(default_factory=dict)
+    """By number of a write: all of it is visible, but nobody is told so before this is set."""
     drop: Drop | None = None
     release: asyncio.Event = field(default_factory=asyncio.Event)
     reorder: Reorder | None = None
@@ -218,6 +220,7 @@ class LoopbackChannel:
             raise TransferFailed("the write failed on its way")
         if number == self._faults.flip_in_write:
             _flip_last_byte(groups)
+        await self._pass(self._faults.hold_end.get(number))
 
     async def _pass(self, event: asyncio.Event | None) -> None:
         if event is not None:

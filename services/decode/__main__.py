@@ -5,12 +5,13 @@ Without a prefill it does all of it alone.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import click
 
 from pd_common import config
-from pd_common.control import metrics, process, server
+from pd_common.control import metrics, process, room_log, server
 from pd_common.control.abort_servicer import AbortServicer
 from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.inspection_servicer import InspectionServicer
@@ -22,12 +23,14 @@ from pd_common.engine.engine import Engine
 from pd_common.kv.prefix import PrefixCache
 from pd_common.runtime import Runtime
 from pd_common.scheduling import DecodeConfig, SchedulingConfig, decode_options, scheduling_options
+from pd_common.telemetry import logs
 from pd_common.transport.fake import FAKE
 from pd_common.types import Role
 from services.decode.answering import Answering
 from services.decode.drain import Drain
 from services.decode.handoff import Handoff
 from services.decode.host_copies import HostCopies
+from services.decode.lookout import Lookout
 from services.decode.memory import DecodeMemory
 from services.decode.pairing import OwnMemory
 from services.decode.prefills import Prefills
@@ -53,7 +56,7 @@ def main(**options: Any) -> None:
     Which prefill a request comes from is said by the request itself; one that names none is served here alone, prompt
     and all. Every option is also an environment variable: --page-size is PD_PAGE_SIZE.
     """
-    process.run(lambda: serve(options), options["log_level"])
+    process.run(Role.DECODE, lambda: serve(options), config.pick(config.LogConfig, options))
 
 
 async def serve(options: dict[str, Any]) -> None:
@@ -62,12 +65,15 @@ async def serve(options: dict[str, Any]) -> None:
     steps, growth = config.pick(SchedulingConfig, options), config.pick(DecodeConfig, options)
     security = Security.open(config.pick(config.SecurityConfig, options), listen.host)
     own = Runtime.start(Role.DECODE, options, metadata_slots=growth.rows)
+    logs.identify(own.instance.instance_id)
+    room_log.follow_rooms(own.tracing, own.transfers)
     engine = own.engine
     memory = DecodeMemory(_prefixes_of(engine, steps), own.metadata, engine.pool.page_size)
     queue = PreallocQueue(memory, growth.rows, growth.num_reserved_decode_tokens)
     copies = HostCopies(engine, growth.host_pages)
     scheduler = _scheduler_of(own, memory, copies, steps, growth)
-    handoff = _handoff_of(own, queue, config.pick(config.TransportConfig, options))
+    lookout = Lookout(own.metadata)
+    handoff = _handoff_of(own, queue, lookout, config.pick(config.TransportConfig, options))
     answering = Answering(engine, scheduler, memory, queue, copies, own.hub)
     drain = Drain(queue.take_back, security.dial)
     limits = WaitingLimits(steps.max_queued_requests, steps.queue_timeout_s)
@@ -85,11 +91,12 @@ async def serve(options: dict[str, Any]) -> None:
         limits,
         own.tracing,
     )
+    describe = partial(own.describe, Role.DECODE)
     control = server.ControlServer(
         [
             server.transfer_status(TransferStatusServicer(service)),
             server.abort(AbortServicer(service)),
-            server.inspection(InspectionServicer(lambda: own.describe(Role.DECODE), own.tracing)),
+            server.inspection(InspectionServicer(describe, own.tracing)),
             server.generation(EngineGenerationServicer(service, own.hub, engine)),
         ],
         security.tls,
@@ -102,7 +109,8 @@ async def serve(options: dict[str, Any]) -> None:
         refetch = Refetch(service, handoff, prefills, security.keys)
         service.use(prefills)
         answering.use(refetch.again)
-        collectors = (metrics.PoolCollector(service.pool_status), own.metrics, control.errors)
+        now = metrics.EngineCollector(service), metrics.IdentityCollector(describe)
+        collectors = (*now, *own.collectors, control.errors)
         exposed = metrics.served(collectors, listen.host, options["metrics_port"], security.tls)
         supervisor = Supervisor(control)
         async with (
@@ -113,6 +121,7 @@ async def serve(options: dict[str, Any]) -> None:
                 engine=engine.watch(),
                 data_plane=own.transport.watch(),
                 rooms=service.watch(),
+                lookout=lookout.run(),
                 pairings=prefills.watch(),
                 proofs=drain.watch(),
                 legs=refetch.watch(),
@@ -145,13 +154,14 @@ def _scheduler_of(
     )
 
 
-def _handoff_of(own: Runtime, queue: PreallocQueue, data: config.TransportConfig) -> Handoff:
+def _handoff_of(own: Runtime, queue: PreallocQueue, lookout: Lookout, data: config.TransportConfig) -> Handoff:
     return Handoff(
         own.instance,
         own.engine,
         queue,
         own.pool,
         own.metadata,
+        lookout,
         own.transfers,
         new_digest=own.new_digest if data.digest else None,
         handshake_only=data.transfer_backend == FAKE,

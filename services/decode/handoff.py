@@ -10,7 +10,7 @@ from pd_common.errors import InternalError, PeerLost, ReceiverUnknown, RoomAbort
 from pd_common.handoff.chunk import PoolBuffers
 from pd_common.handoff.destination import Offer
 from pd_common.handoff.digest import PageDigest
-from pd_common.handoff.metadata import HandoffMetadata, MetadataBuffers
+from pd_common.handoff.metadata import ROW_BYTES, HandoffMetadata, MetadataBuffers
 from pd_common.handoff.receiver import KVReceiver
 from pd_common.handoff.state import Progress, TransferState
 from pd_common.handoff.table import TransferTable
@@ -18,6 +18,7 @@ from pd_common.telemetry.spans import SpanName
 from pd_common.types import BootstrapAddress, Instance
 from services.decode.fake import made_up
 from services.decode.gate import agreed
+from services.decode.lookout import Lookout
 from services.decode.memory import Allocation
 from services.decode.offering import publish
 from services.decode.pairing import Prefill
@@ -36,6 +37,7 @@ class Handoff:
         queue: PreallocQueue,
         pool: PoolBuffers,
         metadata: MetadataBuffers,
+        lookout: Lookout,
         transfers: TransferTable,
         *,
         new_digest: Callable[[], PageDigest] | None,
@@ -47,6 +49,7 @@ class Handoff:
         self._queue = queue
         self._pool = pool
         self._metadata = metadata
+        self._lookout = lookout
         self._transfers = transfers
         self._new_digest = new_digest
         self._handshake_only = handshake_only
@@ -67,9 +70,10 @@ class Handoff:
         allocation = await set_memory_aside(room, self._queue, len(room.request.prompt), slot=True)
         receiver = await self._offer(room, bootstrap, room.prefill, allocation)
         room.trace.enter(SpanName.TRANSFER_WAIT)
-        progress = await room.reported
+        with self._lookout.watching(receiver, room.written):
+            await room.written
         room.trace.enter(SpanName.GATE)
-        return await self._commit(room, receiver, allocation, progress)
+        return await self._commit(room, receiver, allocation)
 
     async def _offer(
         self, room: Room, bootstrap: BootstrapAddress, prefill: Prefill, allocation: Allocation
@@ -118,14 +122,13 @@ class Handoff:
             ticket=request.ticket,
         )
 
-    async def _commit(
-        self, room: Room, receiver: KVReceiver, allocation: Allocation, progress: Progress
-    ) -> HandoffMetadata:
+    async def _commit(self, room: Room, receiver: KVReceiver, allocation: Allocation) -> HandoffMetadata:
         """Only what passes the gate and the digest is a success; then slot and pages are this room's alone."""
         if self._handshake_only:
-            metadata = await made_up(self._engine, room.request, allocation.own_pages)
+            metadata, progress = await made_up(self._engine, room.request, allocation.own_pages), Progress()
         else:
             metadata = await agreed(receiver)
+            progress = self._all_of(receiver.offer, metadata)
         now = time.monotonic()
         if not self._transfers.advance(room.number, TransferState.SUCCESS, now, progress=progress):
             raise RoomAborted("The room ended while its pages were checked", room=room.number)
@@ -136,3 +139,7 @@ class Handoff:
         room.sequence.computed = metadata.covered_tokens
         self._queue.free_slot(allocation)
         return metadata
+
+    def _all_of(self, offer: Offer, metadata: HandoffMetadata) -> Progress:
+        pages = len(offer.pages)
+        return Progress(metadata.chunks_done, pages, pages * self._pool.page_bytes + ROW_BYTES)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import count
 
 from pd_common.engine.request import Sequence
@@ -17,12 +19,30 @@ _MOST_PASSES = 16
 """Smaller requests that may go before one that does not fit yet: they fill what it cannot use, and do not starve it."""
 
 
+class WaitsFor(StrEnum):
+    """What keeps a request in line."""
+
+    TURN = "turn"
+    """Those before it; it has not been looked at yet."""
+    ROW = "row"
+    """As many hold pages as may."""
+    MEMORY = "memory"
+    """Pages."""
+    SLOT = "slot"
+    """A place for metadata."""
+
+
+def _nobody_asks(_: WaitsFor) -> None:
+    pass
+
+
 @dataclass(slots=True, eq=False)
 class _Waiter:
     """A request in line; `place` is lower for those that come first: who has lost its pages, then who is more urgent.
 
     `demand` is for the tokens that it has now. `passed` counts those that went before it although they stood behind it.
-    `locked` are its pages that others used when `DecodeMemory.changes` was `locked_at`.
+    `locked` are its pages that others used when `DecodeMemory.changes` was `locked_at`. `told` hears what it waits for,
+    whenever that is another thing than before.
     """
 
     sequence: Sequence
@@ -32,9 +52,16 @@ class _Waiter:
     place: tuple[bool, int, int]
     demand: Demand
     granted: asyncio.Future[Allocation]
+    told: Callable[[WaitsFor], None]
     passed: int = 0
     locked: int = 0
     locked_at: int | None = None
+    waits_for: WaitsFor | None = None
+
+    def kept_by(self, what: WaitsFor) -> None:
+        if self.waits_for is not what:
+            self.waits_for = what
+            self.told(what)
 
 
 class PreallocQueue:
@@ -61,11 +88,24 @@ class PreallocQueue:
         """Those of them that had pages before."""
         return sum(waiter.returning for waiter in self._line)
 
-    async def acquire(self, sequence: Sequence, find: int, *, slot: bool, returning: bool = False) -> Allocation:
-        """Waits for its turn, then as `DecodeMemory.allocate`; one that is `returning` has its old place in line."""
-        waiter = self._waiter(sequence, find, slot, returning)
+    async def acquire(
+        self,
+        sequence: Sequence,
+        find: int,
+        *,
+        slot: bool,
+        returning: bool = False,
+        told: Callable[[WaitsFor], None] = _nobody_asks,
+    ) -> Allocation:
+        """Waits for its turn, then as `DecodeMemory.allocate`; one that is `returning` has its old place in line.
+
+        `told` hears what it waits for; not at all if it need not wait.
+        """
+        waiter = self._waiter(sequence, find, slot, returning, told)
         insort(self._line, waiter, key=lambda each: each.place)
         self.grant()
+        if not waiter.granted.done() and waiter.waits_for is None:
+            waiter.kept_by(WaitsFor.TURN)
         try:
             return await waiter.granted
         except asyncio.CancelledError:
@@ -109,17 +149,22 @@ class PreallocQueue:
 
     def _let_one_in(self) -> bool:
         """The first in line that fits."""
-        if not self._line or len(self._memory.held) >= self._rows:
+        if not self._line:
+            return False
+        if len(self._memory.held) >= self._rows:
+            self._line[0].kept_by(WaitsFor.ROW)
             return False
         budget = budget_of(self._memory, self._reserved_tokens)
         for place, waiter in enumerate(self._line):
             if waiter.returning < self._line[0].returning:
                 return False
-            if self._fits(waiter, budget) and self._let_in(waiter):
+            kept_by = self._let_in(waiter) if self._fits(waiter, budget) else WaitsFor.MEMORY
+            if kept_by is None:
                 for passed in self._line[:place]:
                     passed.passed += 1
                 del self._line[place]
                 return True
+            waiter.kept_by(kept_by)
             if waiter.passed >= _MOST_PASSES:
                 return False
         return False
@@ -143,18 +188,23 @@ class PreallocQueue:
             waiter.locked, waiter.locked_at = found - idle, self._memory.changes
         return budget.admits(waiter.demand, waiter.locked)
 
-    def _let_in(self, waiter: _Waiter) -> bool:
-        """False when there are too few pages as it is, or no slot."""
+    def _let_in(self, waiter: _Waiter) -> WaitsFor | None:
+        """What is missing, if it has to wait: there are too few pages as it is, or no slot."""
+        if waiter.slot and not self._memory.slots_free:
+            return WaitsFor.SLOT
         allocation = self._memory.allocate(waiter.sequence, waiter.find, slot=waiter.slot)
-        if allocation is not None:
-            waiter.granted.set_result(allocation)
-        return allocation is not None
+        if allocation is None:
+            return WaitsFor.MEMORY
+        waiter.granted.set_result(allocation)
+        return None
 
-    def _waiter(self, sequence: Sequence, find: int, slot: bool, returning: bool) -> _Waiter:
+    def _waiter(
+        self, sequence: Sequence, find: int, slot: bool, returning: bool, told: Callable[[WaitsFor], None]
+    ) -> _Waiter:
         page_size = self._memory.page_size
         demand = demand_of(sequence, -(-sequence.num_tokens // page_size), page_size, self._reserved_tokens)
         if sequence.turn is None:
             sequence.turn = next(self._turns)
         place = not returning, -sequence.request.priority, sequence.turn
         granted: asyncio.Future[Allocation] = asyncio.get_running_loop().create_future()
-        return _Waiter(sequence, find, slot, returning, place, demand, granted)
+        return _Waiter(sequence, find, slot, returning, place, demand, granted, told)

@@ -136,8 +136,8 @@ class DecodeService(RoomKeeper[Room]):
         deadline_s, digest = now + request.timeout_s, digest_prompt(request.prompt)
         self.transfers.open(request.room, rid=request.rid, prompt_digest=digest, deadline_s=deadline_s, now=now)
         trace = self._tracing.begin(span, request.room, parent, prompt_tokens=len(request.prompt), rid=request.rid)
-        reported = asyncio.get_running_loop().create_future()
-        room = Room(request, sequence, digest, deadline_s, trace, reported, asyncio.Event())
+        written = asyncio.get_running_loop().create_future()
+        room = Room(request, sequence, digest, deadline_s, trace, written, asyncio.Event())
         self._rooms[request.room] = room
         name = f"room {request.room}"
         room.task = RoomTask(self._tasks, name, serve(room), lambda error: self._conclude(room, error))
@@ -147,8 +147,8 @@ class DecodeService(RoomKeeper[Room]):
         newer = self.transfers.heard(report.room, report.reporter, report.sequence)
         room = self._rooms.get(report.room)
         if room is not None and report.state is TransferState.SUCCESS:
-            if not room.reported.done():
-                room.reported.set_result(report.progress)
+            if not room.written.done():
+                room.written.set_result(None)
             await room.concluded.wait()
         elif newer and report.state is TransferState.FAILED:
             self.abandon(report.room, report.failure or TransferFailed("prefill gave the room up", room=report.room))
@@ -224,6 +224,7 @@ class DecodeService(RoomKeeper[Room]):
     async def _conclude(self, room: Room, error: PdError | None) -> None:
         number = room.number
         if error is not None:
+            room.trace.abort(error)
             self._fail(number, error)
             if room.prefill is not None and room.offered_to is None and not room.concluded.is_set():
                 self._drain.give_up(number, room.prefill, error, room.request.ticket, room.deadline_s)
@@ -242,7 +243,7 @@ class DecodeService(RoomKeeper[Room]):
             self._queue.release(room.allocation)
         else:
             pages, slot = self._queue.detach(room.allocation)
-            self._drain.hold(room.number, room.offered_to, pages, slot, room.request.ticket)
+            self._drain.hold(room.number, room.offered_to, pages, slot, room.request.ticket, room.trace)
 
     # --- housekeeping ---
 

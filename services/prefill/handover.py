@@ -50,6 +50,7 @@ class Handover:
         """
         chunk, metadata = await self._compute_and_send()
         self.trace.enter(SpanName.COMMIT)
+        self.reports.leave_to_decode()
         await self._send(chunk, metadata)
         await self.reports.success(self.sender.progress)
 

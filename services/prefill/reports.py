@@ -1,7 +1,7 @@
 """What prefill says to decode about one room: numbered, so no word undoes a later one; again where it must be heard.
 
-Decode decides. As soon as it has been told that everything is written, the room's end is what decode answers, on both
-sides, whatever happens here meanwhile.
+Decode decides. As soon as it may find that everything is written, the room's end is what decode answers, on both sides,
+whatever happens here meanwhile.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ class Reports:
         self._receivers = receivers
         self._ticket = ticket
         self._sequence = 0
-        self._says_success = False
+        self._left_to_decode = False
 
     @property
     def decode_decides(self) -> bool:
         """Decode may have committed the room, and has not said yet that it has not."""
-        return self._says_success and not self.decode_knows
+        return self._left_to_decode and not self.decode_knows
+
+    def leave_to_decode(self) -> None:
+        """The last chunk is about to be written: decode may see that it is there before this is known here."""
+        self._left_to_decode = True
 
     async def progress(self, progress: Progress) -> None:
         """Said once: a word that is lost harms nothing, for the last report is repeated until it is answered.
@@ -64,7 +68,7 @@ class Reports:
             PdError: decode has refused it, and why.
 
         """
-        self._says_success = True
+        self._left_to_decode = True
         while True:
             try:
                 state, failure = await self._say(TransferState.SUCCESS, progress)

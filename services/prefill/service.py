@@ -228,9 +228,10 @@ class PrefillService(RoomKeeper[Room]):
         """It may be computed before it is known where its pages go; nothing is read of it until then."""
         room.job = self._scheduler.expect(Sequence(room.request), self._optimistic_attempts)
         offered = await self._offer_for(room)
-        room.trace.enter(SpanName.COMPUTE_WAIT)
+        stage = room.trace.enter(SpanName.COMPUTE_WAIT)
         self._scheduler.promise(room.job)
         await room.job.turn.wait()
+        stage.attributes["cached_tokens"] = room.job.cached_tokens
         room.handover = await self._handovers.begin(room.trace, room.job, offered.destination, offered.reports)
         await room.handover.carry_out()
 
@@ -251,12 +252,21 @@ class PrefillService(RoomKeeper[Room]):
             self._end(room, None)
             await self._release(room)
         else:
+            room.trace.abort(error)
             if not room.decode_decides:
                 self._end(room, error)
-            error, _ = await asyncio.gather(_agreed(room.reports, error), self._release(room))
-            self._end(room, error)
+            error, _ = await asyncio.gather(self._end_as_agreed(room, error), self._release(room))
         room.trace.end(error)
         del self._rooms[room.request.room]
+
+    async def _end_as_agreed(self, room: Room, error: PdError) -> PdError | None:
+        """Decode learns of a failure from us, if it has been heard of; gives how the room has ended on both sides.
+
+        Nobody waits for what is still being written.
+        """
+        agreed = error if room.reports is None else await room.reports.failure(error)
+        self._end(room, agreed)
+        return agreed
 
     def _end(self, room: Room, error: PdError | None) -> None:
         """For the record and for the client; an end that either has seen already stays as it is."""
@@ -294,8 +304,3 @@ class PrefillService(RoomKeeper[Room]):
 
 async def _refused(error: PdError) -> None:
     raise error
-
-
-async def _agreed(reports: Reports | None, error: PdError) -> PdError | None:
-    """Decode learns of a failure from us, if it has been heard of; gives how the room has ended on both sides."""
-    return error if reports is None else await reports.failure(error)

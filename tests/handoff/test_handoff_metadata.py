@@ -45,28 +45,30 @@ def apply(puts: Puts) -> None:
     ctypes.memmove(int(puts.remote[0]), int(puts.local[0]), int(puts.lengths[0]))
 
 
-def test_the_layout_of_schema_2_is_what_other_processes_know() -> None:
+def test_the_layout_of_schema_3_is_what_other_processes_know() -> None:
     """A change here is a new METADATA_SCHEMA."""
     fields = layout._ROW.fields
     assert fields is not None
-    assert METADATA_SCHEMA == 2
+    assert METADATA_SCHEMA == 3
     assert {name: field[1] for name, field in fields.items()} == {
         "schema": 0,
         "output_ids": 64,
-        "cached_tokens": 128,
-        "covered_tokens": 192,
-        "output_token_logprobs_len": 256,
-        "output_token_logprobs_val": 320,
-        "output_token_logprobs_idx": 384,
-        "output_top_logprobs_len": 448,
-        "output_top_logprobs_val": 512,
-        "output_top_logprobs_idx": 704,
-        "digest_len": 832,
-        "digest": 896,
-        "row_digest": 960,
-        "seal": 1024,
+        "chunks_done": 128,
+        "cached_tokens": 192,
+        "covered_tokens": 256,
+        "output_token_logprobs_len": 320,
+        "output_token_logprobs_val": 384,
+        "output_token_logprobs_idx": 448,
+        "output_top_logprobs_len": 512,
+        "output_top_logprobs_val": 576,
+        "output_top_logprobs_idx": 768,
+        "digest_len": 896,
+        "digest": 960,
+        "mark": 1024,
+        "row_digest": 1088,
+        "seal": 1200,
     }
-    assert ROW_BYTES == 1088
+    assert ROW_BYTES == 1216
 
 
 @given(metadatas, metadatas)
@@ -93,6 +95,34 @@ def test_the_seal_goes_after_the_body() -> None:
     apply(seal)
     assert theirs.get_seal(remote) == Seal(7, remote.generation, 9)
     assert theirs.get_buf(remote) == expected
+
+
+def test_a_mark_speaks_of_the_present_owners_pages_alone() -> None:
+    ours, theirs = MetadataBuffers(1), MetadataBuffers(2)
+    local, remote = owned(ours), [owned(theirs) for _ in range(2)][1]
+    ours.set_mark(local, remote.generation, 5)
+    mark = ours.mark_put(local, theirs.region.base, remote.index)
+    assert (theirs.get_mark(remote), theirs.written_slots()) == (0, [])
+    apply(mark)
+    assert (theirs.get_mark(remote), theirs.written_slots()) == (5, [remote.index])
+    theirs.free(remote)
+    later = owned(theirs)
+    assert (later.index, theirs.get_mark(later), theirs.written_slots()) == (remote.index, 0, [])
+    apply(mark)  # comes too late
+    assert theirs.get_mark(later) == 0
+
+
+def test_the_body_wipes_the_mark() -> None:
+    ours, theirs = MetadataBuffers(1), MetadataBuffers(1)
+    local, remote = owned(ours), owned(theirs)
+    ours.set_mark(local, remote.generation, 4)
+    apply(ours.mark_put(local, theirs.region.base, remote.index))
+    ours.set_buf(local, room(7), remote.generation, HandoffMetadata(first_token=5, covered_tokens=9))
+    for put in ours.row_puts(local, theirs.region.base, remote.index):
+        apply(put)
+    assert theirs.get_mark(remote) == 0
+    assert theirs.written_slots() == [remote.index]
+    assert theirs.get_buf(remote).first_token == 5
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,36 @@ async def test_a_page_is_hashed_when_it_is_reported_and_not_before() -> None:
     assert digest.pieces == [[6, 1, 2], [7]]
 
 
+async def test_it_finds_by_itself_what_has_come() -> None:
+    room_data = await asyncio.to_thread(Arrived)
+    receiver, digest = counted(room_data)
+    row = (ctypes.c_ubyte * ROW_BYTES).from_address(room_data.rows.region.base)
+    sealed = list(row)
+    row[:] = [0] * ROW_BYTES
+    assert not receiver.look()
+    ours = MetadataBuffers(1)
+    local = owned(ours)
+    ours.set_mark(local, room_data.offer.slot.generation, len(OFFERED))
+    mark = ours.mark_put(local, room_data.rows.region.base, 0)
+    ctypes.memmove(int(mark.remote[0]), int(mark.local[0]), int(mark.lengths[0]))
+    assert not receiver.look()
+    await receiver.quiet()
+    assert digest.pieces == [list(OFFERED)]
+    row[:] = sealed
+    assert receiver.look()
+    assert (await receiver.commit()).first_token == SENT.first_token
+
+
+@pytest.mark.parametrize("pages", [len(OFFERED) + 1, 2**63], ids=["one too many", "nonsense"])
+async def test_a_mark_that_lies_harms_nobody(pages: int) -> None:
+    room_data = await asyncio.to_thread(Arrived)
+    receiver, _ = counted(room_data)
+    room_data.rows.set_mark(room_data.offer.slot, room_data.offer.slot.generation, pages)
+    assert receiver.look()
+    with pytest.raises(DigestMismatch):
+        await receiver.commit()
+
+
 async def test_it_is_quiet_only_when_no_page_is_read_any_more() -> None:
     receiver, digest = counted(await asyncio.to_thread(Arrived))
     digest.go_on.clear()

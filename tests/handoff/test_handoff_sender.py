@@ -129,10 +129,21 @@ async def test_no_byte_outside_the_offered_pages_is_touched() -> None:
 async def test_the_row_is_written_after_the_pages_and_its_seal_after_its_body() -> None:
     pair = Pair(10)
     await pair.finish()
-    (pages,), (body, seal) = pair.channel.writes
+    (pages, mark), (body, seal) = pair.channel.writes
     rows = pair.rows.region.base
-    assert [group.total_bytes for group in (pages, body, seal)] == [3 * sum(ITEM_LENS), ROW_BYTES - 64, 64]
+    sizes = [group.total_bytes for group in (pages, mark, body, seal)]
+    assert sizes == [3 * sum(ITEM_LENS), 64, ROW_BYTES - 64, 64]
     assert [group.remote.tolist() for group in (body, seal)] == [[rows], [rows + ROW_BYTES - 64]]
+
+
+async def test_only_the_last_pages_are_marked_and_none_is_where_there_are_no_pages() -> None:
+    pair = Pair(12)
+    await pair.send(4)
+    await pair.finish()
+    assert [len(groups) for groups in pair.channel.writes] == [1, 2, 2]
+    without_pages = Pair(16, prefix=16)
+    await without_pages.finish()
+    assert [len(groups) for groups in without_pages.channel.writes] == [0, 2]
 
 
 async def test_sends_that_are_handed_over_faster_go_out_one_at_a_time_in_order() -> None:
@@ -291,7 +302,7 @@ async def test_abort_while_the_last_pages_are_hashed_writes_no_row(monkeypatch: 
     await abort
     with pytest.raises(RoomAborted):
         await finish
-    ((pages,),) = pair.channel.writes
+    ((pages, _),) = pair.channel.writes
     assert pages.total_bytes == 3 * sum(ITEM_LENS)
 
 

@@ -33,6 +33,7 @@ from services.decode.answering import Answering
 from services.decode.drain import Drain
 from services.decode.handoff import Handoff
 from services.decode.host_copies import HostCopies
+from services.decode.lookout import Lookout
 from services.decode.memory import DecodeMemory
 from services.decode.pairing import OwnMemory
 from services.decode.prefills import Prefills
@@ -204,12 +205,14 @@ class DecodeLife:
             retract_every=growth.retract_every,
             audit=self.memory.check_integrity,
         )
+        self.lookout = Lookout(self.metadata)
         self.handoff = Handoff(
             self.instance,
             engine,
             self.queue,
             self.engine.pool.buffers,
             self.metadata,
+            self.lookout,
             self.transfers,
             new_digest=self.engine.pool.new_digest,
         )
@@ -245,7 +248,7 @@ class DecodeLife:
         self.answering.use(self.refetch.again)
 
     def works(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        return self.scheduler.run(), self.service.reap()
+        return self.scheduler.run(), self.service.reap(), self.lookout.run()
 
     def fill(self) -> Callable[[], None]:
         """Takes all pages that can be had; gives what gives them back."""
@@ -270,6 +273,7 @@ class DecodeLife:
             line=self.queue._line,
             answers=(*scheduler._answers._answers, *scheduler._in_use),
             rooms=service._rooms,
+            watched=self.lookout._watched,
             questions=service._inquiry._asking,
             tasks=self.unfinished(),
             **_remembered(self.transfers, self.hub),

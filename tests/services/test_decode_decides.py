@@ -12,6 +12,7 @@ import pytest
 from pd_common.errors import DeadlineExceeded, PeerLost, RoomAborted
 from pd_common.handoff.state import TransferState
 from pd_common.types import BootstrapRoom
+from tests.services import stages
 from tests.services.byte_engine import Gate
 from tests.services.messages import (
     ALWAYS,
@@ -65,8 +66,9 @@ async def test_an_abort_on_prefill_after_the_commit_is_answered_with_success(pai
 
 
 async def test_an_abort_on_prefill_before_the_commit_is_failure_on_both_sides(pair: Pair) -> None:
-    """Everything is written, but decode has not heard so: it decides by what it hears first."""
+    """Everything is written, but decode has not seen nor heard so: it decides by what it hears first."""
     gate = Gate()
+    stages.blind(pair)
     pair.at_decode.tap.rules["ReportTransfer"] = held(gate, applies=SUCCESS.applies)
     await pair.submit(pair.request(ROOM))
     await soon(gate.reached.wait())
@@ -75,7 +77,34 @@ async def test_an_abort_on_prefill_before_the_commit_is_failure_on_both_sides(pa
     gate.set()
 
 
+async def test_what_decode_finds_in_its_memory_needs_no_word_of_prefill(pair: Pair) -> None:
+    pair.at_decode.tap.rules["ReportTransfer"] = lost(ALWAYS)
+    request = pair.request(ROOM, prompt_tokens=20)
+    await pair.submit(request)
+    await state_reached(pair.decode.transfers, ROOM, TransferState.SUCCESS)
+    del pair.at_decode.tap.rules["ReportTransfer"]
+    await pair.assert_answered(request)
+    assert await both_ended(pair, ROOM) == [TransferState.SUCCESS] * 2
+    assert pair.decode.transfers.get(ROOM).progress == pair.prefill.transfers.get(ROOM).progress
+
+
+async def test_an_abort_on_prefill_while_decode_commits_is_answered_as_decode_decides(pair: Pair) -> None:
+    """The last write has ended for decode, and not yet for prefill."""
+    gate = pair.faults.hold_end[2] = Gate()
+    request = pair.request(ROOM, prompt_tokens=6)
+    await pair.submit(request)
+    await soon(gate.reached.wait())
+    await state_reached(pair.decode.transfers, ROOM, TransferState.SUCCESS)
+    aborting = asyncio.create_task(pair.prefill.service.abort(ROOM, RoomAborted("enough")))
+    await turns()
+    gate.set()
+    assert await soon(aborting) is TransferState.SUCCESS
+    await pair.assert_answered(request)
+    assert await both_ended(pair, ROOM) == [TransferState.SUCCESS] * 2
+
+
 async def test_prefill_decides_alone_only_when_decode_is_lost(pair: Pair) -> None:
+    stages.blind(pair)
     pair.at_decode.tap.rules["ReportTransfer"] = lost(ALWAYS)
     await pair.submit(pair.request(ROOM, prompt_tokens=6))
     await until(lambda: pair.prefill.service._rooms[ROOM].decode_decides)
