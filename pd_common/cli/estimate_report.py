@@ -169,7 +169,7 @@ def _notes(report: Report) -> list[str]:
             "ranks together. This is for other engines: pd-prefill and pd-decode have TP 1 only."
         )
     if len(handoff.send_pages) > 1 and handoff.cuts.last_chunk_tokens is None:
-        notes.append("A plain cut; pd-prefill cuts its last step shorter: give its --last-chunk-tokens as well.")
+        notes.append("A plain cut; pd-prefill may cut its last step shorter: give its --last-chunk-tokens as well.")
     return notes
 
 
