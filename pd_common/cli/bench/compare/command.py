@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.status import Status
 
-from pd_common.cli.bench.compare import itl, optimistic, prefix, table, tail, ttft
+from pd_common.cli.bench.compare import itl, optimistic, planned, prefix, table, tail, ttft
 from pd_common.cli.bench.compare.bench import Bench
 from pd_common.cli.bench.compare.model import write_model
 from pd_common.cli.bench.compare.result import Comparison, Result
@@ -30,6 +30,7 @@ _SCENARIOS: dict[str, Callable[[Bench], Comparison]] = {
     "tail": tail.measure,
     "prefix": prefix.measure,
     "optimistic": optimistic.measure,
+    "planned": planned.measure,
 }
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -41,7 +42,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     default=",".join(_SCENARIOS),
     type=Names(_SCENARIOS),
     help="itl: answers while prompts arrive; ttft: single prompts; tail: where their time goes; prefix: a beginning "
-    "that both sides have; optimistic: prefill computes although decode has no memory yet.",
+    "that both sides have; optimistic: prefill computes although decode has no memory yet; planned: what a simulation "
+    "with measured speeds says of a load.",
 )
 @click.option("--rounds", default=5, type=click.IntRange(min=1), help="Rounds behind each median, set-ups by turns.")
 @click.option(
@@ -67,7 +69,7 @@ def compare(
 
     Everything is started for this, in float32. Prefill and decode have one core and one thread each; one engine alone
     has both cores and two threads, or one of each. Routers and the client share the first core with prefill. Set-ups of
-    one scenario run all the time, and are measured by turns. The whole takes about ten minutes.
+    one scenario run all the time, and are measured by turns. The whole takes about twenty minutes.
     """
     if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install 'pd-handoff[plot]'")

@@ -1,0 +1,3 @@
+from pd_common.cli.plan.command import plan
+
+__all__ = ["plan"]
