@@ -8,11 +8,13 @@ from typing import Any
 
 from opentelemetry.sdk.trace import TracerProvider
 from pd.v1.inspection_pb2 import GetProcessResponse
+from prometheus_client.registry import Collector
 
 from pd_common import config
 from pd_common.control import process
 from pd_common.control.inspection_servicer import describe
 from pd_common.control.outputs import OutputHub
+from pd_common.control.transfer_metrics import TransferMetrics
 from pd_common.engine.engine import Engine
 from pd_common.handoff.canary import CanaryMemory
 from pd_common.handoff.chunk import PoolBuffers
@@ -32,7 +34,10 @@ _MAX_FINISHED_ROOMS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """One engine process's own things. `regions`, known to `transport`, are KV pool, metadata slots and canaries."""
+    """One engine process's own things. `regions`, known to `transport`, are KV pool, metadata slots and canaries.
+
+    `collectors` have counted all rooms from the start.
+    """
 
     instance: Instance
     engine: Engine
@@ -44,7 +49,7 @@ class Runtime:
     transfers: TransferTable
     hub: OutputHub
     tracing: Tracing
-    metrics: RoomMetrics
+    collectors: tuple[Collector, ...]
     exporting: TracerProvider | None
 
     @classmethod
@@ -58,8 +63,6 @@ class Runtime:
         process.share_interpreter()
         instance = process.new_instance(role)
         exporting = spans.configure(f"pd-{role.value}", instance.instance_id)
-        tracing, noted = Tracing(), RoomMetrics()
-        tracing.listeners.append(noted.note_leg)
         model, rooms = config.pick(config.ModelConfig, options), config.pick(config.RoomConfig, options)
         engine = _load(model)
         metadata = MetadataBuffers(metadata_slots)
@@ -68,7 +71,10 @@ class Runtime:
         regions = (MemoryRegion(*engine.pool.region), metadata.region, canaries.region)
         for region in regions:
             transport.register(region)
-        transfers = _new_table(role, rooms, instance)
+        transfers, tracing, hub = _new_table(role, rooms, instance), Tracing(), OutputHub()
+        legs, handoffs = RoomMetrics(), TransferMetrics()
+        tracing.listeners.append(legs.note_leg)
+        transfers.listeners.append(handoffs.note_change)
         process.spare_collector()
         return cls(
             instance,
@@ -79,9 +85,9 @@ class Runtime:
             transport,
             regions,
             transfers,
-            OutputHub(),
+            hub,
             tracing,
-            noted,
+            (legs, handoffs, hub.answers),
             exporting,
         )
 
