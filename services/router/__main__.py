@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import click
 
 from pd_common import config
-from pd_common.control import metrics, process, server
+from pd_common.addresses import is_wildcard
+from pd_common.control import metrics, process, room_log, server
 from pd_common.control.abort_servicer import AbortServicer
 from pd_common.control.http_server import HttpServer
 from pd_common.control.inspection_servicer import InspectionServicer
 from pd_common.control.security import Security
 from pd_common.control.supervisor import Supervisor
 from pd_common.errors import InvalidRequest
-from pd_common.telemetry import spans
+from pd_common.inspection.inspector import Inspector
+from pd_common.telemetry import logs, spans
 from pd_common.telemetry.metrics import RoomMetrics
 from pd_common.telemetry.tracing import Tracing
 from pd_common.types import BootstrapAddress, Role
+from services.router.collector import RouterCollector
+from services.router.counted import CountedErrors, CountedRequests
 from services.router.describe import describe
 from services.router.dispatch import Dispatcher
 from services.router.http import create_app
 from services.router.policy import LeastLoaded
 from services.router.probe import Prober
 from services.router.servicer import RouterGenerationServicer
+from services.router.ui.api import ui_routes
 from services.router.worker import Worker
 
 
@@ -61,6 +67,11 @@ from services.router.worker import Worker
 @click.option(
     "--grpc-port", default=8001, type=click.IntRange(0, 65535), help="gRPC port; 0 takes a free one and prints it."
 )
+@click.option(
+    "--ui/--no-ui",
+    default=True,
+    help="Status page at /ui on the HTTP port: rooms, memory, peers, no prompts. Whoever reaches the API can see it.",
+)
 @config.security_options
 @config.log_options
 @config.metrics_options
@@ -70,7 +81,7 @@ def main(**options: Any) -> None:
     Makes a room for each request, sends it to one prefill and one decode or to a decode alone, and relays decode's
     answer. Every option is also an environment variable: --http-port is PD_HTTP_PORT.
     """
-    process.run(lambda: serve(**options), options["log_level"])
+    process.run(Role.ROUTER, lambda: serve(**options), config.pick(config.LogConfig, options))
 
 
 async def serve(
@@ -81,6 +92,7 @@ async def serve(
     host: str,
     http_port: int,
     grpc_port: int,
+    ui: bool,
     metrics_port: int | None,
     **settings: Any,
 ) -> None:
@@ -96,21 +108,27 @@ async def serve(
     tracing = Tracing()
     dispatcher = Dispatcher(policy, tracing, security.keys)
     exporting = spans.configure("pd-router", dispatcher.instance.instance_id)
-    rooms = RoomMetrics()
-    tracing.listeners.append(rooms.note_leg)
+    logs.identify(dispatcher.instance.instance_id)
+    room_log.follow_requests(tracing)
+    requests, legs = CountedRequests(dispatcher), RoomMetrics()
+    tracing.listeners.append(legs.note_leg)
+    described = partial(describe, dispatcher, policy)
     control = server.ControlServer(
         [
             server.abort(AbortServicer(dispatcher)),
-            server.inspection(InspectionServicer(lambda: describe(dispatcher, policy), tracing)),
-            server.generation(RouterGenerationServicer(dispatcher)),
+            server.inspection(InspectionServicer(described, tracing)),
+            server.generation(RouterGenerationServicer(requests)),
         ],
         security.tls,
     )
     prober = Prober(dispatcher, policy, changed, control)
-    http = HttpServer(create_app(dispatcher, lambda: control.is_live), host, http_port, tls=security.tls)
     async with control.listening(host, grpc_port) as bound_grpc_port:
+        inspector = Inspector([(_own_address(host, bound_grpc_port), Role.ROUTER)], security.dial)
+        app = CountedErrors(create_app(requests, lambda: control.is_live, ui_routes(inspector) if ui else ()))
+        http = HttpServer(app, host, http_port, tls=security.tls)
         bound_http_port = await http.start()
-        exposed = metrics.served([rooms, control.errors], host, metrics_port, security.tls)
+        now = RouterCollector(dispatcher, policy), metrics.IdentityCollector(described)
+        exposed = metrics.served((*now, requests, legs, app, control.errors), host, metrics_port, security.tls)
         supervisor = Supervisor(control)
         async with (
             exposed as metrics_server,
@@ -128,10 +146,16 @@ async def serve(
             )
             await supervisor.until_end()
             await http.stop()
+            await inspector.close()
             await control.stop(grace_s=5.0)
     if exporting is not None:
         exporting.shutdown()
     await supervisor.close(dispatcher.close(), *(worker.stop() for worker in workers))
+
+
+def _own_address(host: str, port: int) -> str:
+    """Where this process finds itself, as others do."""
+    return BootstrapAddress("localhost" if is_wildcard(host) else host, port).target
 
 
 def _refuse_repeated(option: str, addresses: Sequence[BootstrapAddress]) -> None:

@@ -10,7 +10,7 @@ import contextvars
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -41,8 +41,11 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _log = logging.getLogger(__name__)
 
 
-def create_app(backend: Backend, is_live: Callable[[], bool]) -> Starlette:
-    """The ASGI application; serving it is the caller's business. `is_live`: every part of the process lives."""
+def create_app(backend: Backend, is_live: Callable[[], bool], more: Sequence[Route] = ()) -> Starlette:
+    """The ASGI application; serving it is the caller's business. `is_live`: every part of the process lives.
+
+    `more` is served beside the API.
+    """
     status = _Status(backend, is_live)
     return Starlette(
         routes=[
@@ -53,6 +56,7 @@ def create_app(backend: Backend, is_live: Callable[[], bool]) -> Starlette:
             Route("/v1/models", status.models),
             Route("/health", status.health),
             Route("/livez", status.livez),
+            *more,
         ],
         exception_handlers=HANDLERS,
     )
