@@ -120,7 +120,7 @@ class RoomTask:
         except PdError as raised:
             error = raised
         except Exception as defect:  # noqa: BLE001  a defect in one room ends this room, not the process
-            _log.exception("a room failed unexpectedly")
+            _log.exception("%s failed unexpectedly", self._task.get_name())
             error = InternalError(f"internal error: {type(defect).__name__}")
         self._concluding = True
         await conclude(error)

@@ -155,6 +155,15 @@ class SecurityConfig:
     ticket_key_file: Path | None
 
 
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """What is logged, and how it is written."""
+
+    log_level: str
+    log_format: str
+    log_prompts: bool
+
+
 def pick(cls: type[_C], options: Mapping[str, Any]) -> _C:
     """The settings of one kind out of all options, by field name."""
     return cls(**{field.name: options[field.name] for field in fields(cls)})
@@ -274,11 +283,23 @@ def transport_options(command: _F) -> _F:
 
 
 def log_options(command: _F) -> _F:
-    """How much is logged."""
-    levels = click.Choice(["debug", "info", "warning", "error"])
+    """What is logged, and how it is written."""
     return apply_options(
-        command, click.option("--log-level", default="info", type=levels, help="Least severe line to log.")
-    )
+        command,
+        click.option(
+            "--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]),
+            help="Least severe line to log: debug has each state of a room, info each end, warning what has to be "
+            "looked into.",
+        ),
+        click.option(
+            "--log-format", default="text", type=click.Choice(["text", "json"]),
+            help="How lines are written, on standard error: for people, or as one JSON object each.",
+        ),
+        click.option(
+            "--log-prompts/--no-log-prompts", default=False,
+            help="Log every prompt too; without it no line holds any part of one.",
+        ),
+    )  # fmt: skip
 
 
 def metrics_options(command: _F) -> _F:

@@ -16,7 +16,7 @@ from pd_common.control.outputs import OutputHub
 from pd_common.control.rooms import Call, RoomService, within_call
 from pd_common.errors import ClientCancelled, InvalidRequest
 from pd_common.generation import ChatMessage, GenerationRequest, ModelInfo, Output
-from pd_common.telemetry import spans
+from pd_common.telemetry import logs, spans
 from pd_common.types import BootstrapAddress
 
 
@@ -95,7 +95,9 @@ class EngineGenerationServicer(generation_pb2_grpc.GenerationServicer):
             self._abandon(subscriber)
 
     async def _request_from(self, message: generation_pb2.GenerateRequest) -> GenerationRequest:
-        return convert_generation.request_from(message, await self._prompt_of(message))
+        request = convert_generation.request_from(message, await self._prompt_of(message))
+        logs.note_prompt(request.room, request.rid, request.prompt, message.text or None)
+        return request
 
     def _submit(self, request: GenerationRequest, subscriber: str, context: Call) -> None:
         self._hub.require(subscriber)

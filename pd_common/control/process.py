@@ -16,22 +16,27 @@ from typing import Any
 
 import click
 
+from pd_common.config import LogConfig
 from pd_common.errors import PdError
 from pd_common.telemetry import logs
 from pd_common.transport.base import TransportInfo
-from pd_common.types import Instance
+from pd_common.types import Instance, Role
 
 _log = logging.getLogger(__name__)
 
 SOFTWARE_VERSION = metadata.version("pd-handoff")
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]], log_level: str) -> None:
+def run(role: Role, main: Callable[[], Coroutine[Any, Any, None]], log: LogConfig) -> None:
     """Runs a process to its end; an error that a person can mend becomes a message and exit code 1."""
-    logs.configure(log_level)
+    form = logs.LogFormat(log.log_format)
+    logs.configure(role, log.log_level, form, prompts=log.log_prompts)
     try:
         asyncio.run(main())
     except PdError as error:
+        if form is logs.LogFormat.JSON:
+            _log.critical("%s", error.message)
+            raise SystemExit(1) from error
         raise click.ClickException(error.message) from error
 
 

@@ -16,6 +16,7 @@ from pd_common.control.peers import Peer
 from pd_common.errors import PeerLost, StaleInstance
 from pd_common.handoff.metadata import ROW_BYTES
 from pd_common.handoff.state import Transfer
+from pd_common.telemetry.logs import fields
 from pd_common.transport.base import InboundPort, Transport
 from pd_common.types import BootstrapAddress, BootstrapRoom, Instance, RankInfo, Role
 from services.decode.directory import Directory
@@ -144,7 +145,8 @@ class Prefills:
             raise
         self._paired[prefill.instance] = prefill
         self._watches.start(f"beats of prefill {address.target}", self._watch(prefill))
-        _log.info("paired with prefill %s, pages arrive by %s", address.target, prefill.carrier)
+        peer = fields(peer=prefill.instance.instance_id)
+        _log.info("paired with prefill %s, pages arrive by %s", address.target, prefill.carrier, extra=peer)
         return prefill
 
     async def _require_proofs(self, address: BootstrapAddress, instance: Instance) -> None:

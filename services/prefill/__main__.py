@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import click
 
 from pd_common import config
-from pd_common.control import metrics, process, server
+from pd_common.control import metrics, process, room_log, server
 from pd_common.control.abort_servicer import AbortServicer
 from pd_common.control.bootstrap_servicer import BootstrapServicer
 from pd_common.control.generation_servicer import EngineGenerationServicer
@@ -20,6 +21,7 @@ from pd_common.control.waiting import WaitingLimits
 from pd_common.kv.prefix import PrefixCache
 from pd_common.runtime import Runtime
 from pd_common.scheduling import SchedulingConfig, scheduling_options
+from pd_common.telemetry import logs
 from pd_common.transport.fake import FAKE
 from pd_common.types import RankInfo, Role
 from services.prefill.membership import Membership
@@ -56,7 +58,7 @@ def main(**options: Any) -> None:
 
     Every option is also an environment variable: --page-size is PD_PAGE_SIZE.
     """
-    process.run(lambda: serve(options), options["log_level"])
+    process.run(Role.PREFILL, lambda: serve(options), config.pick(config.LogConfig, options))
 
 
 async def serve(options: dict[str, Any]) -> None:
@@ -66,17 +68,20 @@ async def serve(options: dict[str, Any]) -> None:
     steps = config.pick(SchedulingConfig, options)
     security = Security.open(config.pick(config.SecurityConfig, options), listen.host)
     own = Runtime.start(Role.PREFILL, options, metadata_slots=2 * steps.max_running_requests)
+    logs.identify(own.instance.instance_id)
+    room_log.follow_rooms(own.tracing, own.transfers)
     service, scheduler = _rooms_of(own, options, steps)
     engine = own.engine
     receivers = Receivers(engine.layout, own.transport, own.canaries, service.receiver_lost, security.dial)
     service.use(receivers)
+    describe = partial(own.describe, Role.PREFILL)
     control = server.ControlServer(
         [
             server.bootstrap(BootstrapServicer(Registry(Role.PREFILL, own.instance.epoch))),
             server.page_allocation(PageAllocationServicer(service, receivers)),
             server.transfer_status(TransferStatusServicer(service)),
             server.abort(AbortServicer(service)),
-            server.inspection(InspectionServicer(lambda: own.describe(Role.PREFILL), own.tracing)),
+            server.inspection(InspectionServicer(describe, own.tracing)),
             server.generation(EngineGenerationServicer(service, own.hub, engine, place.bootstrap)),
         ],
         security.tls,
@@ -90,7 +95,8 @@ async def serve(options: dict[str, Any]) -> None:
         membership = Membership(rank, lambda: security.dial(directory, Role.PREFILL))
         service.announce_with(membership.announced)
         lease_s = await membership.join()
-        collectors = (metrics.PoolCollector(service.pool_status), own.metrics, control.errors)
+        now = metrics.EngineCollector(service), metrics.IdentityCollector(describe)
+        collectors = (*now, *own.collectors, control.errors)
         exposed = metrics.served(collectors, listen.host, options["metrics_port"], security.tls)
         supervisor = Supervisor(control)
         async with (

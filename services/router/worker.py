@@ -14,6 +14,7 @@ from pd_common.control.connection import Dial
 from pd_common.control.generation_client import GenerationClient
 from pd_common.errors import DeadlineExceeded, NoWorkers, PdError, PeerLost
 from pd_common.generation import ChatMessage, GenerationRequest, Load, ModelInfo, Output
+from pd_common.telemetry.logs import fields
 from pd_common.types import BootstrapAddress, BootstrapRoom, Role
 
 _log = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Worker:
                     return
                 heard = not isinstance(error, PeerLost | DeadlineExceeded)
                 if heard or not left:
-                    _log.info("%s: room %s not aborted: %s", self, room, self._reason(error))
+                    _log.info("room not aborted at %s: %s", self, self._reason(error), extra=fields(room))
                     return
                 await asyncio.sleep(_RECONNECT_S)
             else:
