@@ -16,7 +16,10 @@ _BAR = 20
 
 _WHAT: dict[str, str] = {
     SpanName.ROUTE: "whole request",
+    SpanName.RECEIVE: "read the request",
     SpanName.DISPATCH: "sent to both sides",
+    SpanName.FIRST_TOKEN_WAIT: "wait for the first token",
+    SpanName.STREAM: "pass the answer on",
     SpanName.DECODE: "decode's part",
     SpanName.PEERING: "find and pair with prefill",
     SpanName.PREALLOC_WAIT: "wait for memory",
@@ -34,6 +37,8 @@ _WHAT: dict[str, str] = {
     SpanName.CHUNK_COMPUTE: "compute chunk",
     SpanName.CHUNK_TRANSFER: "write chunk",
     SpanName.COMMIT: "last write and commit",
+    SpanName.ABORT: "come to rest",
+    SpanName.QUARANTINE: "pages in quarantine",
 }
 
 _COLOUR = {"pd-router": "cyan", "pd-prefill": "green", "pd-decode": "magenta"}
@@ -87,7 +92,7 @@ def _details(span: RecordedSpan) -> str:
         case SpanName.ROUTE:
             return f"first token after {a.get('ttft_ms', 0):.1f} ms"
         case _:
-            return str(a.get("error.type", ""))
+            return str(a.get("error.type") or a.get("pd.waited_for", ""))
 
 
 def _summary(spans: Sequence[RecordedSpan]) -> Text:

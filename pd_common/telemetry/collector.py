@@ -39,14 +39,15 @@ class RecordedSpan:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Listens on a free loopback port while it is entered; `endpoint` is for OTEL_EXPORTER_OTLP_ENDPOINT."""
+    """Listens on loopback while it is entered; `endpoint` is for OTEL_EXPORTER_OTLP_ENDPOINT."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
+        """Port 0 is a free one."""
         self._spans: list[RecordedSpan] = []
         self._arrived = threading.Condition()
         self._server = grpc.server(ThreadPoolExecutor(2))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
-        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
 
     def __enter__(self) -> Self:
         self._server.start()

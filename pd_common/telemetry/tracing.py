@@ -6,15 +6,16 @@ Always noted, and kept here for the latest rooms; exported as OpenTelemetry span
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, StatusCode
+from opentelemetry.trace import StatusCode
 
 from pd_common.errors import PdError, RoomUnknown
 from pd_common.telemetry import spans
-from pd_common.telemetry.spans import SpanName, now_ns
+from pd_common.telemetry.spans import ROOM, SpanName, now_ns
 from pd_common.types import BootstrapRoom
 
 Attribute = str | int | float | bool
@@ -40,7 +41,10 @@ class Stage:
 
 
 class RoomTrace:
-    """One leg of a room: `root` is all of it; of the `stages` those that were entered follow each other."""
+    """One leg of a room: `root` is all of it; of the `stages` those that were entered follow each other.
+
+    What is recorded lies beside them, and may overlap them and each other.
+    """
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class RoomTrace:
         self.first_token_ns: int | None = None
         self._ended = ended
         self._span = spans.start(root.name, room, parent, start_ns=root.start_ns)
+        self._is_sampled = self._span.is_recording()
         self._current: Stage | None = None
         self.context = spans.inside(self._span)
 
@@ -69,8 +74,11 @@ class RoomTrace:
         return None if self.first_token_ns is None else (self.first_token_ns - self.root.start_ns) / 1e9
 
     def enter(self, name: SpanName, **attributes: Attribute) -> Stage:
-        """Begins a stage, which ends the one before; attributes that become known later are put into it."""
-        now = now_ns()
+        """Begins a stage, which ends the one before; attributes that become known later are put into it.
+
+        The first begins with the leg.
+        """
+        now = now_ns() if self.stages else self.root.start_ns
         self._leave(now)
         self._current = Stage(name, now, attributes=attributes)
         self.stages.append(self._current)
@@ -84,11 +92,29 @@ class RoomTrace:
         """A stretch that is over already, beside the stages."""
         self.stages.append(Stage(name, start_ns, end_ns, attributes))
 
+    @contextmanager
+    def beside(self, name: SpanName, **attributes: Attribute) -> Iterator[Stage]:
+        """A stretch beside the stages for as long as the block lasts, which may be longer than the leg."""
+        stage = Stage(name, now_ns(), attributes=attributes)
+        self.stages.append(stage)
+        try:
+            yield stage
+        finally:
+            stage.end_ns = now_ns()
+            if self.root.end_ns is not None:
+                self._export(stage)
+
     def first_token(self) -> None:
         """Notes when the first token is there, once."""
         if self.first_token_ns is None:
             self.first_token_ns = now_ns()
             self.root.attributes["ttft_ms"] = round((self.first_token_ns - self.root.start_ns) / 1e6, 3)
+
+    def abort(self, error: PdError) -> None:
+        """The stage has failed. From now on, until `end`, others are told and what is under way comes to rest."""
+        if self._current is not None:
+            self._current.failure = error
+        self.enter(SpanName.ABORT, **{"error.type": error.reason.value})
 
     def end(self, error: PdError | None = None, **attributes: Attribute) -> None:
         """Ends the stage and the leg, as failed if there is an error. A second call does nothing."""
@@ -98,10 +124,12 @@ class RoomTrace:
         self.root.end_ns = now
         self.root.attributes |= attributes
         self.root.failure = error
-        if self._current is not None:
+        if self._current is not None and self._current.name is not SpanName.ABORT:
             self._current.failure = error
         self._leave(now)
-        self._export()
+        for stage in self.stages:
+            self._export(stage)
+        self._export_root(now, error)
         self._ended(self)
 
     def _leave(self, now: int) -> None:
@@ -109,22 +137,22 @@ class RoomTrace:
             self._current.end_ns = now
             self._current = None
 
-    def _export(self) -> None:
-        """When it is over, so that nobody waits for it: a span costs 40 microseconds to make."""
-        if not self._span.is_recording():
+    def _export(self, stage: Stage) -> None:
+        """Not before the leg is over: then nobody waits for it."""
+        if not self._is_sampled or stage.end_ns is None:
             return
-        for stage in self.stages:
-            span = spans.start(stage.name, self.room, self.context, start_ns=stage.start_ns)
-            _fill(span, stage)
-        _fill(self._span, self.root)
+        known, error = {ROOM: str(self.room), **stage.attributes}, stage.failure
+        if error is not None:
+            known["error.type"] = error.reason.value
+        message = None if error is None else error.message
+        spans.export_child(self._span, stage.name, stage.start_ns, stage.end_ns, known, message)
 
-
-def _fill(span: Span, stage: Stage) -> None:
-    span.set_attributes(stage.attributes)
-    if stage.failure is not None:
-        span.set_status(StatusCode.ERROR, stage.failure.message)
-        span.set_attribute("error.type", stage.failure.reason.value)
-    span.end(stage.end_ns)
+    def _export_root(self, now: int, error: PdError | None) -> None:
+        self._span.set_attributes(self.root.attributes)
+        if error is not None:
+            self._span.set_status(StatusCode.ERROR, error.message)
+            self._span.set_attribute("error.type", error.reason.value)
+        self._span.end(now)
 
 
 class Tracing:
@@ -135,9 +163,17 @@ class Tracing:
         self._legs: dict[BootstrapRoom, list[RoomTrace]] = {}
         self._ended: deque[RoomTrace] = deque()
 
-    def begin(self, name: SpanName, room: BootstrapRoom, parent: Context, **attributes: Attribute) -> RoomTrace:
-        """A leg that lasts until its `end`."""
-        leg = RoomTrace(room, Stage(name, now_ns(), attributes=attributes), parent, self._note_end)
+    def begin(
+        self,
+        name: SpanName,
+        room: BootstrapRoom,
+        parent: Context,
+        *,
+        start_ns: int | None = None,
+        **attributes: Attribute,
+    ) -> RoomTrace:
+        """A leg that lasts until its `end`. `start_ns` is nanoseconds since 1970 (default: now)."""
+        leg = RoomTrace(room, Stage(name, start_ns or now_ns(), attributes=attributes), parent, self._note_end)
         self._legs.setdefault(room, []).append(leg)
         return leg
 

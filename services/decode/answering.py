@@ -56,6 +56,7 @@ class Answering:
         room.sequence.append(metadata.first_token)
         piece = room.builder.accept(metadata.first_token, metadata.logprob)
         self._hub.publish([piece])
+        room.trace.first_token()
         if not piece.is_last:
             await self._write(room)
 
@@ -82,6 +83,8 @@ class Answering:
         if not room.sequence.output:
             room.trace.enter(SpanName.PROMPT_COMPUTE, cached_tokens=room.sequence.computed)
             await answer.began.wait()
+            if room.sequence.output:
+                room.trace.first_token()
             self._queue.grant()  # others may begin with this prompt now
         stage = room.trace.enter(SpanName.DECODE_STEPS)
         before = len(room.sequence.output)

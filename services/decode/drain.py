@@ -14,6 +14,9 @@ from pd_common.errors import DeadlineExceeded, PdError, PeerLost, RoomAborted
 from pd_common.handoff.metadata import Slot
 from pd_common.handoff.process import host_id, process_is_gone
 from pd_common.handoff.quarantine import Quarantine
+from pd_common.telemetry.logs import fields
+from pd_common.telemetry.spans import SpanName
+from pd_common.telemetry.tracing import RoomTrace
 from pd_common.types import BootstrapRoom, Instance, PageIndices, Role
 from services.decode.pairing import Prefill
 
@@ -32,10 +35,18 @@ class Drain:
         self._tasks = Tasks()
         self._proof = asyncio.Event()
 
-    def hold(self, room: BootstrapRoom, writer: Prefill, pages: PageIndices, slot: Slot, ticket: bytes) -> None:
-        """Keeps a failed room's memory until `writer` is quiet for it."""
+    def hold(
+        self,
+        room: BootstrapRoom,
+        writer: Prefill,
+        pages: PageIndices,
+        slot: Slot,
+        ticket: bytes,
+        trace: RoomTrace,
+    ) -> None:
+        """Keeps a failed room's memory until `writer` is quiet for it; its trace goes on until then."""
         self.quarantine.hold(room, [writer.writer], pages, slot, time.monotonic())
-        self._tasks.start(f"proof for room {room}", self._seek_proof(room, writer, ticket))
+        self._tasks.start(f"proof for room {room}", self._held(room, writer, len(pages), ticket, trace))
 
     async def proven(self, instance: Instance) -> None:
         """Returns when this process owes no proof for anything that is held."""
@@ -67,8 +78,12 @@ class Drain:
                     return
                 await asyncio.sleep(_ASK_AGAIN_S)
             except PdError as refused:
-                _log.info("prefill was not told that room %s is given up: %s", room, refused.message)
+                _log.info("prefill was not told that the room is given up: %s", refused.message, extra=fields(room))
                 return
+
+    async def _held(self, room: BootstrapRoom, writer: Prefill, pages: int, ticket: bytes, trace: RoomTrace) -> None:
+        with trace.beside(SpanName.QUARANTINE, pages=pages, writer=writer.instance.instance_id):
+            await self._seek_proof(room, writer, ticket)
 
     async def _seek_proof(self, room: BootstrapRoom, writer: Prefill, ticket: bytes) -> None:
         while room in self.quarantine:
@@ -93,7 +108,7 @@ class Drain:
             given_up = RoomAborted("decode gave the room up", room=room)
             await PeerClient(connection).abort_room(room, given_up, writer.instance, ticket=ticket)
         except PdError as error:
-            _log.debug("no drain proof for room %s yet: %s", room, error.message)
+            _log.debug("no drain proof yet: %s", error.message, extra=fields(room))
             return False
         finally:
             await connection.close()

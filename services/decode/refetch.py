@@ -12,6 +12,7 @@ from pd_common.control.generation_client import GenerationClient
 from pd_common.control.tickets import TicketKeys
 from pd_common.errors import PdError, RoomAborted
 from pd_common.generation import GenerationRequest, SamplingParams
+from pd_common.telemetry.logs import fields
 from pd_common.telemetry.spans import SpanName
 from pd_common.types import BootstrapAddress, new_room
 from services.decode.handoff import Handoff
@@ -47,7 +48,9 @@ class Refetch:
         if room.allocation is not None:
             return True
         failure = self._service.transfers.get(inner.number).failure
-        _log.warning("room %s is computed again here, not by prefill: %s", room.number, failure)
+        _log.warning(
+            "computed again here, not by prefill: %s", failure, extra=fields(room.number, rid=room.request.rid)
+        )
         return False
 
     async def watch(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -14,6 +13,7 @@ from opentelemetry import trace as otel_trace
 from opentelemetry.context import Context
 
 from pd_common.aio import Tasks
+from pd_common.control import room_log
 from pd_common.control.process import new_instance
 from pd_common.control.tickets import TicketKeys
 from pd_common.errors import (
@@ -28,7 +28,7 @@ from pd_common.errors import (
 )
 from pd_common.generation import ChatMessage, ClientRequest, GenerationRequest, ModelInfo, Output
 from pd_common.handoff.state import TransferState
-from pd_common.telemetry import spans
+from pd_common.telemetry import logs, spans
 from pd_common.telemetry.spans import SpanName
 from pd_common.telemetry.tracing import Attribute, RoomTrace, Tracing
 from pd_common.types import BootstrapRoom, Role, new_room
@@ -36,8 +36,6 @@ from services.router.policy import LeastLoaded
 from services.router.rooms import OpenRoom, Rooms
 from services.router.route import Route
 from services.router.worker import Sink, Worker
-
-_log = logging.getLogger(__name__)
 
 _TICKET_SLACK_S = 60.0
 """For clocks that differ, and for the last messages of a room that has run out of time."""
@@ -112,6 +110,8 @@ class Dispatcher:
         number, lives = room.number, room.route.lives
         self._rooms.add(room, time.monotonic())
         trace = self._trace(room, reason)
+        room_log.say(trace, "request accepted")
+        logs.note_prompt(number, room.request.rid, room.request.prompt)
         for leg in room.legs:
             leg.open(number, _sink(room.arrivals, leg.role))
         error: PdError | None = None
@@ -123,7 +123,10 @@ class Dispatcher:
                     raise output.error
                 if role is Role.DECODE:
                     room.answered = output.is_last
-                    trace.first_token()
+                    if trace.first_token_ns is None:
+                        trace.first_token()
+                        trace.enter(SpanName.STREAM)
+                        room_log.say(trace, "first token")
                     yield output
         except PdError as failed:
             error = failed
@@ -136,6 +139,7 @@ class Dispatcher:
             if not room.answered:
                 error = error or ClientCancelled("the client went away", room=number)
                 self._end(room, error)
+                self._trace_abort(room, trace, error)
             room.left = True
             self._rooms.remove_if_over(room)
             trace.end(error)
@@ -151,7 +155,7 @@ class Dispatcher:
         for answer in reversed(answers):  # decode's word first: it knows the whole answer's needs
             if answer is not None:
                 raise answer
-        trace.leave()
+        trace.enter(SpanName.FIRST_TOKEN_WAIT)
 
     async def abort(self, room: BootstrapRoom, error: PdError) -> TransferState | None:
         known = self._rooms.find(room)
@@ -194,8 +198,22 @@ class Dispatcher:
     def _trace(self, room: OpenRoom, reason: str) -> RoomTrace:
         """Says which way the room takes, and why."""
         way: dict[str, Attribute] = {leg.role.value: leg.address.target for leg in room.legs}
-        way |= {"pd.disaggregated": room.route.prefill is not None, "pd.route_reason": reason}
-        return self._tracing.begin(SpanName.ROUTE, room.number, _parent(room.number), **way)
+        way |= {"pd.disaggregated": room.route.prefill is not None, "pd.route_reason": reason, "rid": room.request.rid}
+        arrival_ns = spans.arrival_ns(otel_context.get_current())
+        trace = self._tracing.begin(SpanName.ROUTE, room.number, _parent(room.number), start_ns=arrival_ns, **way)
+        if arrival_ns is not None:
+            trace.enter(SpanName.RECEIVE)
+        return trace
+
+    def _trace_abort(self, room: OpenRoom, trace: RoomTrace, error: PdError) -> None:
+        """Until the legs have answered; the client does not wait for that."""
+
+        async def until_ended() -> None:
+            with trace.beside(SpanName.ABORT, **{"error.type": error.reason.value}):
+                await asyncio.wait(room.aborts)
+
+        if room.aborts:
+            self._aborts.start(f"trace of the abort of room {room.number}", until_ended())
 
     def _ticket(self, room: BootstrapRoom, timeout_s: float) -> bytes:
         return b"" if self._keys is None else self._keys.sign(room, time.time() + timeout_s + _TICKET_SLACK_S)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from opentelemetry.trace import SpanContext, StatusCode
 from pd_common.errors import DeadlineExceeded
 from pd_common.telemetry import spans, tracing
 from pd_common.telemetry.spans import ROOM, SpanName
-from pd_common.telemetry.tracing import Tracing
+from pd_common.telemetry.tracing import RoomTrace, Tracing
 from pd_common.types import MAX_ROOM, BootstrapRoom
 
 LARGEST = BootstrapRoom(MAX_ROOM)
@@ -53,6 +54,87 @@ def test_the_trace_of_a_room_follows_from_its_number_alone() -> None:
     assert len(set(first)) == len(rooms)
     assert span_context(spans.of_room(LARGEST)).is_valid
     assert span_context(spans.of_room(LARGEST)).trace_flags.sampled
+
+
+# --- sampling ---
+
+SAMPLERS = {
+    "always_on": 1.0,
+    "always_off": 0.0,
+    "traceidratio": 0.25,
+    "parentbased_always_on": 1.0,
+    "parentbased_always_off": 0.0,
+    "parentbased_traceidratio": 0.25,
+}
+MANY = [BootstrapRoom(number) for number in range(1, 401)]
+
+
+class Exporting:
+    """One process of those that have these variables in their environment."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self._tracer = provider.get_tracer("pd")
+        self._tracing = Tracing()
+
+    def leg(self, name: SpanName, room: BootstrapRoom, parent: Context) -> RoomTrace:
+        """A whole one, with a stage."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(spans, "_tracer", self._tracer)
+            leg = self._tracing.begin(name, room, parent)
+            leg.enter(SpanName.DISPATCH)
+            leg.end()
+        return leg
+
+    @property
+    def rooms(self) -> set[str]:
+        """Of which something was exported."""
+        finished = self.exporter.get_finished_spans()
+        assert len({span.name for span in finished}) in {0, 2}, "a leg is exported with its stages or not at all"
+        return {str((span.attributes or {})[ROOM]) for span in finished}
+
+
+@pytest.fixture
+def sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of all processes of the test."""
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", request.param)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.25")
+    spans._sampler.cache_clear()
+    yield request.param
+    spans._sampler.cache_clear()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, indirect=True)
+def test_a_rooms_own_trace_is_sampled_as_the_standard_variables_say_and_alike_in_every_process(sampler: str) -> None:
+    router, prefill, direct = Exporting(), Exporting(), Exporting()
+    for room in MANY:
+        route = router.leg(SpanName.ROUTE, room, spans.of_room(room))
+        prefill.leg(SpanName.PREFILL, room, spans.received(spans.carried(route.context), room))
+        direct.leg(SpanName.DECODE, room, spans.received(None, room))
+    assert router.rooms == prefill.rooms == direct.rooms
+    assert len(router.rooms) / len(MANY) == pytest.approx(SAMPLERS[sampler], abs=0.08)
+
+
+@pytest.mark.parametrize("sampler", ["parentbased_always_on", "parentbased_traceidratio"], indirect=True)
+@pytest.mark.parametrize("flag", ["00", "01"])
+def test_a_client_that_has_decided_for_its_trace_is_followed(sampler: str, flag: str) -> None:
+    process = Exporting()
+    for room in MANY:
+        metadata = (("traceparent", f"00-{room:032x}-{'b' * 16}-{flag}"),)
+        process.leg(SpanName.DECODE, room, spans.received(metadata, room))
+    assert len(process.rooms) == (len(MANY) if flag == "01" else 0)
+
+
+@pytest.mark.parametrize("sampler", ["always_off"], indirect=True)
+def test_what_is_not_sampled_is_noted_all_the_same(sampler: str) -> None:
+    leg = Exporting().leg(SpanName.ROUTE, LARGEST, spans.of_room(LARGEST))
+    assert [stage.name for stage in leg.stages] == [SpanName.DISPATCH]
+    assert leg.trace_id == f"{span_context(spans.of_room(LARGEST)).trace_id:032x}"
+
+
+# --- whose trace it is ---
 
 
 @pytest.mark.parametrize(
