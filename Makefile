@@ -37,7 +37,7 @@ bench: $(VENV)/.ready ## how fast pages move between two processes of this machi
 	@$(BIN)/pdctl bench transfer
 	@$(BIN)/pdctl bench control
 
-bench-serve: $(VENV)/.ready ## a pair beside one engine alone on the same two cores: how fast requests are answered; ten minutes
+bench-serve: $(VENV)/.ready ## a pair beside one engine alone on the same two cores: how fast requests are answered; twenty minutes
 	@$(BIN)/pdctl bench compare
 
 lint: $(VENV)/.ready-dev ## style, types, layers, protos
