@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +110,7 @@ class Runtime:
         await self.transport.close()
         await self.engine.close()
         if self.exporting is not None:
-            self.exporting.shutdown()
+            await asyncio.to_thread(self.exporting.shutdown)
 
 
 def _load(model: config.ModelConfig) -> Engine:

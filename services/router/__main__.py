@@ -149,7 +149,7 @@ async def serve(
             await inspector.close()
             await control.stop(grace_s=5.0)
     if exporting is not None:
-        exporting.shutdown()
+        await asyncio.to_thread(exporting.shutdown)
     await supervisor.close(dispatcher.close(), *(worker.stop() for worker in workers))
 
 

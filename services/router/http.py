@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from pd_common.errors import InternalError, PdError
 from pd_common.generation import Output
+from pd_common.telemetry import spans
 from services.router.abort_api import abort_request
 from services.router.backend import Backend
 from services.router.exchange import Answer, Exchange, Json, ReadExchange
@@ -100,8 +101,9 @@ class _Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        context = _caller_context(request.headers)
         raw = await read_body(request)
-        await _while_connected(receive, self._answer(raw, scope, receive, send), _caller_context(request.headers))
+        await _while_connected(receive, self._answer(raw, scope, receive, send), context)
 
     async def _answer(self, raw: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = await self._read(raw, self._backend)
@@ -141,9 +143,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _caller_context(headers: Headers) -> contextvars.Context:
-    """A context in which the caller's W3C trace context is the current one."""
+    """A context in which the caller's W3C trace context is the current one, and its request arrives now."""
     context = contextvars.copy_context()
-    context.run(trace_context.attach, propagate.extract(headers))
+    context.run(trace_context.attach, spans.arrived(propagate.extract(headers)))
     return context
 
 

@@ -14,6 +14,7 @@ from pd_common.control import convert, convert_generation
 from pd_common.control.rooms import Call, within_call
 from pd_common.errors import InvalidRequest
 from pd_common.generation import ChatMessage, ClientRequest
+from pd_common.telemetry import spans
 from pd_common.types import BootstrapAddress
 from services.router.backend import Backend
 
@@ -53,7 +54,7 @@ class RouterGenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.GenerateRequest, context: Call
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         # The call's own task: what is attached here ends with it.
-        otel_context.attach(propagate.extract(dict(context.invocation_metadata() or ())))
+        otel_context.attach(spans.arrived(propagate.extract(dict(context.invocation_metadata() or ()))))
         async with aclosing(self._backend.generate(await self._client_request(request, context))) as outputs:
             async for output in outputs:
                 yield generation_pb2.GenerateResponse(output=convert_generation.output_to(output))

@@ -36,7 +36,6 @@ def collector() -> Iterator[Collector]:
 NOT_HERE = {
     *(SpanName.PROMPT_COMPUTE, SpanName.RESTORE, SpanName.REFETCH),
     *(SpanName.ABORT, SpanName.QUARANTINE),
-    SpanName.RECEIVE,
 }
 """Of prompts that decode computes alone, of answers that have lost their pages, and of rooms that fail."""
 
