@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo serve test test-chaos bench bench-serve lint proto clean
+.PHONY: help demo serve test test-slow test-chaos bench bench-serve lint proto clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -30,6 +30,9 @@ test: lint ## all tests
 	@$(BIN)/python -m pytest -m nixl tests/transport
 	@$(BIN)/python -m pytest -m mooncake tests/transport
 
+test-slow: $(VENV)/.ready-dev ## pdctl, doctor, status page (needs chromium), logs and traces on real processes; takes minutes
+	@$(BIN)/python -m pytest -m slow
+
 test-chaos: $(VENV)/.ready-dev ## faults by the hundred: kills, stops and restarts under load; takes minutes
 	@$(BIN)/python -m pytest -m chaos
 
@@ -37,7 +40,7 @@ bench: $(VENV)/.ready ## how fast pages move between two processes of this machi
 	@$(BIN)/pdctl bench transfer
 	@$(BIN)/pdctl bench control
 
-bench-serve: $(VENV)/.ready ## a pair beside one engine alone on the same two cores: how fast requests are answered; twenty minutes
+bench-serve: $(VENV)/.ready ## a pair beside one engine alone on the same two cores: how fast requests are answered; a quarter of an hour
 	@$(BIN)/pdctl bench compare
 
 lint: $(VENV)/.ready-dev ## style, types, layers, protos

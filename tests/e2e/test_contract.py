@@ -212,9 +212,9 @@ async def test_generate_in_sglangs_form(pair: Cluster, client: Client) -> None:
 @needs_grpcurl
 async def test_what_each_process_serves_is_found_by_reflection(pair: Cluster) -> None:
     expected = {
-        pair.ports.prefill: {"Abort", "Bootstrap", "Generation", "PageAllocation", "TransferStatus"},
-        pair.ports.decode: {"Abort", "Generation", "TransferStatus"},
-        pair.ports.grpc: {"Abort", "Generation"},
+        pair.ports.prefill: {"Abort", "Bootstrap", "Generation", "Inspection", "PageAllocation", "TransferStatus"},
+        pair.ports.decode: {"Abort", "Generation", "Inspection", "TransferStatus"},
+        pair.ports.grpc: {"Abort", "Generation", "Inspection"},
     }
     for port, services in expected.items():
         listed = (await grpcurl(f"{LOOPBACK}:{port}", "list")).out.split()

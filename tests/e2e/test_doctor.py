@@ -23,6 +23,8 @@ from tests.e2e.harness import Client, client_of, eventually, running_cluster, st
 from tests.inspection.inspected import diagnosed
 from tests.tiny_models import VOCAB_SIZE
 
+pytestmark = pytest.mark.slow
+
 BOOTSTRAPPING, WAITING_FOR_INPUT, TRANSFERRING, SUCCESS, FAILED = 1, 2, 3, 4, 5
 LONG = tuple(random.Random(1).choices(range(1, VOCAB_SIZE), k=6000))
 SHORT = LONG[:100]

@@ -18,6 +18,8 @@ from pd_common.telemetry.spans import ROOM
 from tests.e2e.harness import Client, eventually, running_cluster
 from tests.tiny_models import VOCAB_SIZE
 
+pytestmark = pytest.mark.slow
+
 TRANSFERRING, SUCCESS = types_pb2.TRANSFER_STATE_TRANSFERRING, types_pb2.TRANSFER_STATE_SUCCESS
 PROMPT = random.Random(7).choices(range(100, VOCAB_SIZE), k=120)
 TEXT = "the heron eats at noon by the mill"

@@ -22,6 +22,8 @@ from tests.cli.pdctl_runs import Ended, run_pdctl
 from tests.control.certificates import Authority, Files
 from tests.e2e.harness import PATIENCE_S, make_request, started_cluster
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True, slots=True)
 class Closed:

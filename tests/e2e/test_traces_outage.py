@@ -7,12 +7,16 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from demo import timeline
 from demo.cluster import LOOPBACK, Ports
 from pd_common.telemetry.collector import Collector
 from tests.e2e.harness import Client, client_of, long_model, running_cluster
 from tests.engine.oracle import Oracle
 from tests.tiny_models import VOCAB_SIZE
+
+pytestmark = pytest.mark.slow
 
 PROMPT = tuple(random.Random(8).choices(range(1, VOCAB_SIZE), k=40))
 

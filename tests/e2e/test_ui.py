@@ -12,7 +12,7 @@ from demo.cluster import LOOPBACK, Cluster
 from tests.e2e.browser import Page, browser_page, needs_chromium
 from tests.e2e.harness import Client, running_cluster
 
-pytestmark = needs_chromium
+pytestmark = [pytest.mark.slow, needs_chromium]
 
 HOSTILE = "<img src=x onerror=\"document.title='broken in'\">\u202egnp.exe</script>"
 SIZES = ((1400, 1000), (390, 844))
