@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from pd_common.telemetry.spans import SpanName
-from pd_common.telemetry.tracing import RoomTrace, Stage
+from pd_common.telemetry.tracing import Message, RoomTrace, Stage
 
 SUCCESS = "SUCCESS"
 """The outcome that is not a reason of `pd_common.errors`."""
@@ -24,6 +24,14 @@ class RoomMetrics(Collector):
 
     def __init__(self) -> None:
         self._legs = Counter("pd_legs", "Legs of rooms that have ended here.", ["leg", "outcome"], registry=None)
+        self._repeated = Counter(
+            "pd_messages_repeated",
+            "Messages that were said again to the other side, for want of an answer.",
+            ["message"],
+            registry=None,
+        )
+        for message in Message:
+            self._repeated.labels(message.name.lower())
         self._stages = Histogram(
             "pd_stage_seconds", "Time in one stage of a room.", ["stage"], registry=None, buckets=_STAGE_S
         )
@@ -50,13 +58,15 @@ class RoomMetrics(Collector):
         )
 
     def collect(self) -> Iterator[Metric]:
-        for metric in (self._legs, self._stages, self._writing, self._speed, self._descriptors):
+        for metric in (self._legs, self._repeated, self._stages, self._writing, self._speed, self._descriptors):
             yield from metric.collect()
 
     def note_leg(self, leg: RoomTrace) -> None:
         """A leg has ended."""
         failure = leg.root.failure
         self._legs.labels(_short(leg.root.name), SUCCESS if failure is None else failure.reason.value).inc()
+        for message in Message:
+            self._repeated.labels(message.name.lower()).inc(int(leg.root.attributes.get(message.value, 0)))
         for stage in leg.stages:
             if stage.seconds is not None:
                 self._stages.labels(_short(stage.name)).observe(stage.seconds)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from opentelemetry.context import Context
 from opentelemetry.trace import StatusCode
@@ -22,6 +23,13 @@ Attribute = str | int | float | bool
 
 _ENDED_KEPT = 2000
 """Legs that have ended and can still be asked for: a few kB each."""
+
+
+class Message(StrEnum):
+    """What one side tells the other until it is answered; the value is the attribute that says how often again."""
+
+    OFFER = "pd.offers_repeated"
+    REPORT = "pd.reports_repeated"
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +111,12 @@ class RoomTrace:
             stage.end_ns = now_ns()
             if self.root.end_ns is not None:
                 self._export(stage)
+
+    def repeated(self, message: Message, times: int = 1) -> None:
+        """Notes that the other side had to be told this again, because there was no answer."""
+        if times:
+            known = int(self.root.attributes.get(message.value, 0))
+            self.root.attributes[message.value] = known + times
 
     def first_token(self) -> None:
         """Notes when the first token is there, once."""

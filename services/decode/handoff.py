@@ -97,7 +97,7 @@ class Handoff:
         room.offered_to = prefill
         # Before the call, whose answer a report may overtake; whose room it is, is settled once the offer is accepted.
         self._transfers.advance(number, TransferState.WAITING_FOR_INPUT, time.monotonic())
-        await publish(self._prefills, prefill, number, offer, room.deadline_s, room.trace.context)
+        await publish(self._prefills, prefill, number, offer, room.deadline_s, room.trace)
         known = self._transfers.get(number)
         if known.failure is not None:
             raise known.failure

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-from opentelemetry.context import Context
-
 from pd_common.errors import DeadlineExceeded, PeerLost, ReceiverUnknown, StaleInstance, TransferFailed
 from pd_common.handoff.destination import Offer
 from pd_common.handoff.state import TransferState
+from pd_common.telemetry.tracing import Message, RoomTrace
 from pd_common.types import BootstrapRoom
 from services.decode.pairing import Prefill
 from services.decode.prefills import Prefills
@@ -18,7 +17,7 @@ _AGAIN_S = 0.2
 
 
 async def publish(
-    prefills: Prefills, prefill: Prefill, room: BootstrapRoom, offer: Offer, deadline_s: float, parent: Context
+    prefills: Prefills, prefill: Prefill, room: BootstrapRoom, offer: Offer, deadline_s: float, trace: RoomTrace
 ) -> None:
     """Returns when prefill has taken the offer in. `deadline_s` is a time of the monotonic clock.
 
@@ -33,13 +32,14 @@ async def publish(
     while (time_left_s := deadline_s - time.monotonic()) > 0:
         try:
             state = await prefill.client.allocate_pages(
-                room, prefill.instance, prefill.registration, offer, time_left_s, parent
+                room, prefill.instance, prefill.registration, offer, time_left_s, trace.context
             )
         except (PeerLost, DeadlineExceeded) as error:
             unheard = True
             if not prefills.is_current(prefill):
                 raise PeerLost(f"prefill {prefill.address.target} is gone", peer=prefill.address.target) from error
             await asyncio.sleep(_AGAIN_S)
+            trace.repeated(Message.OFFER)
         except (StaleInstance, ReceiverUnknown) as refused:
             if not unheard:
                 raise

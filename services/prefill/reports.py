@@ -31,6 +31,8 @@ class Reports:
         self.receiver = receiver
         self.decode_knows = False
         """That the room has failed; or there is nobody left to tell."""
+        self.repeated = 0
+        """How often it had to be said again, for want of an answer."""
         self._room = room
         self._instance = instance
         self._receivers = receivers
@@ -73,7 +75,7 @@ class Reports:
             try:
                 state, failure = await self._say(TransferState.SUCCESS, progress)
             except (PeerLost, DeadlineExceeded):
-                await asyncio.sleep(_AGAIN_S)
+                await self._before_again()
                 continue
             if common_state([state]) is TransferState.SUCCESS:
                 return
@@ -90,7 +92,7 @@ class Reports:
             try:
                 state, failure = await self._say(TransferState.FAILED, Progress(), error)
             except (PeerLost, DeadlineExceeded):
-                await asyncio.sleep(_AGAIN_S)
+                await self._before_again()
             except PdError:
                 return error  # decode has forgotten the room
             else:
@@ -100,6 +102,10 @@ class Reports:
     async def tell(self, error: PdError) -> None:
         """Like `failure`, for a room that has never been written."""
         await self.failure(error)
+
+    async def _before_again(self) -> None:
+        self.repeated += 1
+        await asyncio.sleep(_AGAIN_S)
 
     async def _say(
         self, state: TransferState, progress: Progress, failure: PdError | None = None

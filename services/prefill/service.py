@@ -38,7 +38,7 @@ from pd_common.handoff.quarantine import Held
 from pd_common.handoff.state import Progress, Transfer, TransferState
 from pd_common.handoff.table import TransferTable
 from pd_common.telemetry.spans import SpanName
-from pd_common.telemetry.tracing import Tracing
+from pd_common.telemetry.tracing import Message, Tracing
 from pd_common.transport.fake import is_fake
 from pd_common.types import BootstrapRoom, Instance
 from services.prefill.fake import offer_of_nothing
@@ -256,6 +256,8 @@ class PrefillService(RoomKeeper[Room]):
             if not room.decode_decides:
                 self._end(room, error)
             error, _ = await asyncio.gather(self._end_as_agreed(room, error), self._release(room))
+        if room.reports is not None:
+            room.trace.repeated(Message.REPORT, room.reports.repeated)
         room.trace.end(error)
         del self._rooms[room.request.room]
 

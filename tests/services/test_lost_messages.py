@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,6 +65,17 @@ async def test_a_room_that_nothing_else_happens_to_is_answered(
         await pair.assert_answered(request)
         assert await both_ended(pair, ROOM) == [TransferState.SUCCESS] * 2
     assert struck.is_set()
+
+
+@messages(OFFER, SUCCESS)
+async def test_what_had_to_be_said_again_is_noted(pair: Pair, message: Message) -> None:
+    side, attribute = (pair.decode, "pd.offers_repeated") if message is OFFER else (pair.prefill, "pd.reports_repeated")
+    message.spoil(pair, partial(lost, 2))
+    await pair.serve(ROOM, prompt_tokens=20)
+    await both_ended(pair, ROOM)
+    await pair.settled()
+    (leg,) = side.service._tracing.of_room(ROOM)
+    assert leg.root.attributes[attribute] == 2
 
 
 @faults

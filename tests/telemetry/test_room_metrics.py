@@ -16,7 +16,7 @@ from pd_common.telemetry import answers
 from pd_common.telemetry.answers import AnswerMetrics, Distribution
 from pd_common.telemetry.metrics import RoomMetrics
 from pd_common.telemetry.spans import SpanName
-from pd_common.telemetry.tracing import RoomTrace, Tracing
+from pd_common.telemetry.tracing import Message, RoomTrace, Tracing
 from pd_common.types import BootstrapRoom
 
 ROOM = BootstrapRoom(7)
@@ -52,6 +52,19 @@ def write(leg: RoomTrace, start_ms: int, end_ms: int, *, descriptors: int = 1, g
         gb_per_s=gb_per_s,
         carrier="cma",
     )
+
+
+def test_messages_that_had_to_be_said_again_are_counted(tracing: Tracing, read: CollectorRegistry) -> None:
+    name = "pd_messages_repeated_total"
+    assert read.get_sample_value(name, {"message": "offer"}) == 0
+    leg = tracing.begin(SpanName.DECODE, ROOM, Context())
+    leg.repeated(Message.OFFER)
+    leg.repeated(Message.OFFER)
+    leg.repeated(Message.REPORT, 0)
+    leg.end()
+    assert leg.root.attributes == {"pd.offers_repeated": 2}
+    assert read.get_sample_value(name, {"message": "offer"}) == 2
+    assert read.get_sample_value(name, {"message": "report"}) == 0
 
 
 def test_a_leg_is_counted_when_it_ends_by_what_became_of_it(tracing: Tracing, read: CollectorRegistry) -> None:
