@@ -30,7 +30,7 @@ test: lint ## all tests
 	@$(BIN)/python -m pytest -m nixl tests/transport
 	@$(BIN)/python -m pytest -m mooncake tests/transport
 
-test-slow: $(VENV)/.ready-dev ## pdctl, doctor, status page (needs chromium), logs and traces on real processes; takes minutes
+test-slow: $(VENV)/.ready-dev ## more systems of real processes, sound and ill, and pdctl and /ui on them; takes minutes
 	@$(BIN)/python -m pytest -m slow
 
 test-chaos: $(VENV)/.ready-dev ## faults by the hundred: kills, stops and restarts under load; takes minutes

@@ -26,6 +26,7 @@ from tests.http_server import serving
 _ONE_LOOK = ("--quick", "--rounds", "1", "--layers", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_processes_are_started_measured_and_compared(tmp_path: Path) -> None:
     found, picture = tmp_path / "found.json", tmp_path / "found.png"

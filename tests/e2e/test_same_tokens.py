@@ -20,10 +20,10 @@ NEW_TOKENS = 12
 # family, page size, chunk: no chunk divides a prompt or is a multiple of the page
 SHAPES = [
     ("llama", 16, 100),
-    ("qwen2", 1, 37),
+    pytest.param("qwen2", 1, 37, marks=pytest.mark.slow),
     ("qwen3", 64, 150),
-    ("mistral", 16, 77),
-    ("llama", 1, 61),
+    pytest.param("mistral", 16, 77, marks=pytest.mark.slow),
+    pytest.param("llama", 1, 61, marks=pytest.mark.slow),
     ("mistral", 64, 90),
 ]
 
