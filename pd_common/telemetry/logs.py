@@ -23,7 +23,8 @@ Field = str | int | float | bool | tuple[int, ...]
 
 _log = logging.getLogger(__name__)
 _prompts = logging.getLogger("pd.prompts")
-_prompts.disabled = True  # unless somebody has asked for prompts
+_SILENT = logging.CRITICAL + 1
+_prompts.setLevel(_SILENT)  # unless somebody asks for prompts; `disabled` would be undone by any `dictConfig`
 
 _OWN = ("pd_common", "services")
 """Loggers that the chosen level is for; libraries speak from warnings on."""
@@ -70,8 +71,7 @@ def configure(role: Role, level: str, form: LogFormat, *, prompts: bool) -> None
     for name in _WITH_HANDLERS_OF_ITS_OWN:
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
-    _prompts.setLevel(logging.INFO)
-    _prompts.disabled = not prompts
+    _prompts.setLevel(logging.INFO if prompts else _SILENT)
     logging.captureWarnings(capture=True)
     sys.excepthook, threading.excepthook = _log_death, _log_thread_death
 

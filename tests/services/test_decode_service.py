@@ -187,6 +187,7 @@ async def test_a_long_answers_room_is_taken_though_its_record_is_gone(pair: Pair
     request = pair.request(ROOM)
     await pair.submit(request)
     await soon(gate.reached.wait())
+    await state_reached(pair.prefill.transfers, BootstrapRoom(ROOM), TransferState.SUCCESS)
     forget_finished(pair.decode.transfers)
     with pytest.raises(RoomInUse):
         await pair.at_decode.client.submit(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.config
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -168,6 +169,7 @@ def test_prompts_are_logged_when_they_are_asked_for() -> None:
 
 
 def test_prompts_are_off_where_nobody_has_set_logging_up(caplog: pytest.LogCaptureFixture) -> None:
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})  # as other programs do
     with caplog.at_level(logging.DEBUG):
         logs.note_prompt(ROOM_7, "chat-7", (1, 2), "secret")
     assert not caplog.records
