@@ -17,6 +17,7 @@ from pd_common.errors import PeerLost
 _QUICK = ("--rooms", "100", "--at-once", "8", "--rate", "50", "--seconds", "1", "--peers", "3")
 
 
+@pytest.mark.slow
 def test_it_says_what_a_room_costs(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     command = [sys.executable, "-m", "pd_common.cli.main", "bench", "control", *_QUICK, "--json", str(found)]

@@ -16,6 +16,8 @@ from pd_common.cli.estimate import estimate
 from tests.e2e.harness import Answer, Client, long_model, running_cluster
 from tests.tiny_models import VOCAB_SIZE
 
+pytestmark = pytest.mark.slow
+
 PAGE_SIZE, CHUNK = 16, 100
 SHORT_LAST = ("--last-chunk-tokens", "30")
 DRAW = random.Random(11)

@@ -12,6 +12,8 @@ from demo.cluster import LOOPBACK, Cluster
 from pd_common.telemetry.spans import ROOM
 from tests.e2e.harness import Client, eventually, running_cluster
 
+pytestmark = pytest.mark.slow
+
 TEXT = "the heron eats at noon"
 PROMPT = tuple(range(201, 251))
 RID = "order 66"
