@@ -1,7 +1,7 @@
 """The metadata slot: one fixed row per request that tells decode where to go on, and the seal that says whose it is.
 
-Owns the rows and their slots (I6). The row is packed, versioned and little-endian; each field but the
-seal begins on a 64-byte line. Before the row itself comes its mark: the pages are there.
+Owns the rows and their slots (I6). The row is packed, versioned and little-endian; each field but the seal begins on a
+64-byte line. Before the row itself comes its mark: the pages are there.
 """
 
 from __future__ import annotations
@@ -246,17 +246,18 @@ class MetadataBuffers:
 
     def row_puts(self, local_slot: Slot, remote_base: int, remote_index: int) -> tuple[Puts, Puts]:
         """The writes of one row as (body, seal): the seal goes as a group of its own, visible after the body."""
-        self._row(local_slot)
-        local = self.region.base + local_slot.index * ROW_BYTES
-        remote = remote_base + remote_index * ROW_BYTES
-        return _put(local, remote, _SEAL_OFFSET), _put(local + _SEAL_OFFSET, remote + _SEAL_OFFSET, _LINE_BYTES)
+        body = self._part_put(local_slot, remote_base, remote_index, 0, _SEAL_OFFSET)
+        return body, self._part_put(local_slot, remote_base, remote_index, _SEAL_OFFSET, _LINE_BYTES)
 
     def mark_put(self, local_slot: Slot, remote_base: int, remote_index: int) -> Puts:
         """The write of the mark, to be visible after the pages that it speaks of."""
-        self._row(local_slot)
-        local = self.region.base + local_slot.index * ROW_BYTES
-        remote = remote_base + remote_index * ROW_BYTES
-        return _put(local + _MARK_OFFSET, remote + _MARK_OFFSET, _LINE_BYTES)
+        return self._part_put(local_slot, remote_base, remote_index, _MARK_OFFSET, _LINE_BYTES)
+
+    def _part_put(self, local_slot: Slot, remote_base: int, remote_index: int, offset: int, length: int) -> Puts:
+        self._row(local_slot)  # only its owner writes from it
+        local = self.region.base + local_slot.index * ROW_BYTES + offset
+        remote = remote_base + remote_index * ROW_BYTES + offset
+        return Puts(*(np.array([value], dtype=np.int64) for value in (local, remote, length)))
 
     def _row(self, slot: Slot) -> NDArray[np.void]:
         if slot not in self._live:
@@ -275,10 +276,6 @@ def _check_row_digest(row: NDArray[np.void]) -> None:
     if expected != got:
         message = "The metadata row that arrived is not the row that was sent"
         raise DigestMismatch(message, expected=expected.hex(), got=got.hex())
-
-
-def _put(local: int, remote: int, length: int) -> Puts:
-    return Puts(*(np.array([value], dtype=np.int64) for value in (local, remote, length)))
 
 
 def _set_logprob(row: NDArray[np.void], logprob: TokenLogprob) -> None:

@@ -14,7 +14,7 @@ from pd_common.errors import InternalError, LayoutMismatch, PagesInvalid, RoomAb
 from pd_common.handoff.chunk import PoolBuffers, TransferKVChunk, check_pages, group_concurrent_contiguous, plan_puts
 from pd_common.handoff.destination import Destination
 from pd_common.handoff.digest import PageDigest
-from pd_common.handoff.metadata import ROW_BYTES, HandoffMetadata, MetadataBuffers, Slot
+from pd_common.handoff.metadata import HandoffMetadata, MetadataBuffers, Slot
 from pd_common.handoff.state import Progress
 from pd_common.transport.base import Puts, WriteReceipt
 from pd_common.types import BootstrapRoom
@@ -61,15 +61,6 @@ class KVSender:
     def progress(self) -> Progress:
         """What the destination holds by now; the metadata row counts as bytes, not as a page."""
         return self._progress
-
-    def progress_with(self, chunk: TransferKVChunk) -> Progress:
-        """What the destination will hold when this chunk is there as well."""
-        row_bytes = ROW_BYTES if chunk.is_last else 0
-        return Progress(
-            self._progress.chunks_done + 1,
-            self._progress.pages_done + len(chunk.src_pages),
-            self._progress.bytes_done + len(chunk.src_pages) * self._source.page_bytes + row_bytes,
-        )
 
     async def send_kv_chunk(self, chunk: TransferKVChunk) -> WriteReceipt:
         """Writes the pages of a chunk that is not the last; returns when they are visible remotely.
@@ -139,7 +130,11 @@ class KVSender:
             except Exception as error:
                 self._stopped = self._stopped or error
                 raise
-        self._progress = self.progress_with(chunk)
+        self._progress = Progress(
+            self._progress.chunks_done + 1,
+            self._progress.pages_done + len(chunk.src_pages),
+            self._progress.bytes_done + receipt.bytes,
+        )
         return receipt
 
     async def _write(self, chunk: TransferKVChunk, metadata: HandoffMetadata | None) -> WriteReceipt:

@@ -70,7 +70,7 @@ class Reports:
             PdError: decode has refused it, and why.
 
         """
-        self._left_to_decode = True
+        self.leave_to_decode()
         while True:
             try:
                 state, failure = await self._say(TransferState.SUCCESS, progress)
