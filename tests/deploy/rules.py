@@ -10,9 +10,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).parents[2]
-RULES = ROOT / "deploy/alerts/pd-handoff.yaml"
+RULES = ROOT / "deploy/helm/pd-handoff/files/alerts.yaml"
 RULE_TESTS = Path(__file__).parent / "pd-handoff.test.yaml"
-DASHBOARD = ROOT / "deploy/dashboards/pd-handoff.json"
+DASHBOARD = ROOT / "deploy/helm/pd-handoff/files/dashboard.json"
 DOCS = ROOT / "docs/metrics.md"
 
 _VARIABLES = {"$__rate_interval": "30s", "$job": ".*", "$instance": ".*"}
