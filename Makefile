@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo serve test test-slow test-chaos bench bench-serve lint proto clean
+.PHONY: help demo serve test test-slow test-chaos test-cluster bench bench-serve lint proto chart clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -36,6 +36,10 @@ test-slow: $(VENV)/.ready-dev ## more systems of real processes, sound and ill, 
 test-chaos: $(VENV)/.ready-dev ## faults by the hundred: kills, stops and restarts under load; takes minutes
 	@$(BIN)/python -m pytest -m chaos
 
+test-cluster: $(VENV)/.ready-dev ## the chart on a real Kubernetes, built for it the first time: root on Debian 12; takes minutes
+	@$(BIN)/python -m tests.cluster.build
+	@$(BIN)/python -m pytest -m cluster -rs tests/cluster
+
 bench: $(VENV)/.ready ## how fast pages move between two processes of this machine, and what a room costs the control plane
 	@$(BIN)/pdctl bench transfer
 	@$(BIN)/pdctl bench control
@@ -52,6 +56,10 @@ lint: $(VENV)/.ready-dev ## style, types, layers, protos
 
 proto: $(VENV)/.ready-dev ## regenerate the stubs beside the protos
 	@$(BIN)/python proto/generate.py
+
+chart: $(VENV)/.ready-dev ## regenerate the chart's schema and README, and what it makes of the values that are tested
+	@$(BIN)/python -m deploy.helm.generate
+	@UPDATE_GOLDENS=1 $(BIN)/python -m pytest tests/deploy/test_chart.py
 
 clean: ## forget the virtual environment
 	rm -rf $(VENV)

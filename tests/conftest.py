@@ -8,6 +8,11 @@ from __future__ import annotations
 import os
 
 import torch
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
 os.environ.setdefault("PD_CHECK_INTEGRITY", "1")
+
+# How long an example takes says nothing on a machine that does other things too.
+settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-machine")

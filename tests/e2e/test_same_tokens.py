@@ -24,7 +24,7 @@ SHAPES = [
     ("qwen3", 64, 150),
     pytest.param("mistral", 16, 77, marks=pytest.mark.slow),
     pytest.param("llama", 1, 61, marks=pytest.mark.slow),
-    ("mistral", 64, 90),
+    pytest.param("mistral", 64, 90, marks=pytest.mark.slow),
 ]
 
 

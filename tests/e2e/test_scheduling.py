@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import httpx
 import pytest
@@ -19,6 +20,9 @@ from tests.tiny_models import VOCAB_SIZE
 
 NEW_TOKENS = 24
 PROMPTS = [tuple(random.Random(length).choices(range(1, VOCAB_SIZE), k=length)) for length in (1, 15, 16, 90, 180, 333)]
+
+
+_slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +39,10 @@ async def assert_all_as_generate(client: Client, oracle: Oracle) -> None:
     ("page_size", "flags"),
     [
         (16, ["--test-retract-every", "1"]),
-        (1, ["--test-retract-every", "3", "--no-enable-prefix-cache"]),
+        _slow(1, ["--test-retract-every", "3", "--no-enable-prefix-cache"]),
         (16, ["--test-retract-every", "3", "--host-kv-tokens", "0"]),
-        (1, ["--test-retract-every", "7", "--host-kv-tokens", "0", "--no-enable-prefix-cache"]),
-        (16, ["--kv-cache-tokens", "480", "--num-reserved-decode-tokens", "0"]),
+        _slow(1, ["--test-retract-every", "7", "--host-kv-tokens", "0", "--no-enable-prefix-cache"]),
+        _slow(16, ["--kv-cache-tokens", "480", "--num-reserved-decode-tokens", "0"]),
         (16, ["--kv-cache-tokens", "480", "--num-reserved-decode-tokens", "0", "--host-kv-tokens", "0"]),
     ],
     ids=["by copy", "by copy, no cache", "by prefill", "by prefill, no cache", "small pool", "small pool, by prefill"],

@@ -6,7 +6,7 @@
 {{- $options := mergeOverwrite (dict) (ternary $values.engine.options (dict) $engine) (index $values .role).options }}
 - {name: PD_HOST, value: {{ $values.listenHost | quote }}}
 - {name: PD_HEALTH_PORT, value: "8090"}
-- {name: PD_DRAIN_TIMEOUT, value: {{ $values.engine.drainTimeoutSeconds | quote }}}
+- {name: PD_DRAIN_TIMEOUT, value: {{ $values.drainTimeoutSeconds | quote }}}
 - {name: PD_LOG_LEVEL, value: {{ $values.logs.level }}}
 - {name: PD_LOG_FORMAT, value: {{ $values.logs.format }}}
 {{- if $values.metrics.enabled }}

@@ -21,7 +21,8 @@
 {{- end -}}
 
 {{- define "pd.modelInit" -}}
-{{- with .Values.model.init -}}
+{{- $engine := index .root.Values .role -}}
+{{- with .root.Values.model.init -}}
 initContainers:
   - name: model
     image: {{ .image | quote }}
@@ -34,6 +35,7 @@ initContainers:
     {{- with .env }}
     env: {{ toJson . }}
     {{- end }}
+    resources: {{ toJson $engine.resources }}
     securityContext:
       {{- include "pd.containerSecurity" . | nindent 6 }}
     volumeMounts:

@@ -18,7 +18,7 @@ spec:
   serviceAccountName: {{ include "pd.name" . }}
   automountServiceAccountToken: false
   enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ add $values.preStopSeconds $values.engine.drainTimeoutSeconds 15 }}
+  terminationGracePeriodSeconds: {{ add $values.preStopSeconds $values.drainTimeoutSeconds 15 }}
   securityContext:
     {{- include "pd.podSecurity" . | nindent 4 }}
   {{- with $values.image.pullSecrets }}
@@ -36,7 +36,7 @@ spec:
   {{- end }}
   {{- end }}
   {{- if and $engine (eq $values.model.source "init") }}
-  {{- include "pd.modelInit" .root | nindent 2 }}
+  {{- include "pd.modelInit" . | nindent 2 }}
   {{- end }}
   containers:
     - name: {{ .role }}
@@ -84,10 +84,10 @@ spec:
   volumes:
     - {name: tmp, emptyDir: {}}
     {{- if $values.tls.enabled }}
-    - {name: tls, secret: {secretName: {{ include "pd.tlsSecret" . }}}}
+    - {name: tls, secret: {secretName: {{ include "pd.tlsSecret" . }}, defaultMode: 0440}}
     {{- end }}
     {{- if $values.tickets.enabled }}
-    - {name: tickets, secret: {secretName: {{ include "pd.ticketSecret" .root }}}}
+    - {name: tickets, secret: {secretName: {{ include "pd.ticketSecret" .root }}, defaultMode: 0440}}
     {{- end }}
     {{- if and $engine (ne $values.model.source "demo") }}
     {{- include "pd.modelVolume" .root | nindent 4 }}

@@ -1,11 +1,14 @@
 {{/* Probes by gRPC health: liveness says whether to start the process anew, "" whether it takes requests. */}}
 
 {{- define "pd.probes" -}}
+{{- /* An exec probe is a process of its own, of a third of a second of processor time. */}}
+{{- $often := eq (include "pd.probeType" .root) "grpc" -}}
+{{- $startupPeriod := ternary 2 10 $often -}}
 startupProbe:
   {{- include "pd.probe" (dict "root" .root "service" "liveness") | nindent 2 }}
-  periodSeconds: 2
+  periodSeconds: {{ $startupPeriod }}
   timeoutSeconds: 5
-  failureThreshold: {{ div .root.Values.engine.startupSeconds 2 }}
+  failureThreshold: {{ div .root.Values.engine.startupSeconds $startupPeriod | max 1 }}
 livenessProbe:
   {{- include "pd.probe" (dict "root" .root "service" "liveness") | nindent 2 }}
   periodSeconds: 10
@@ -13,7 +16,7 @@ livenessProbe:
   failureThreshold: 3
 readinessProbe:
   {{- include "pd.probe" (dict "root" .root "service" "") | nindent 2 }}
-  periodSeconds: 5
+  periodSeconds: {{ ternary 5 10 $often }}
   timeoutSeconds: 5
   failureThreshold: 1
 {{- end -}}
@@ -22,7 +25,7 @@ readinessProbe:
 {{- if eq (include "pd.probeType" .root) "grpc" -}}
 grpc: {port: 8090, service: {{ .service | quote }}}
 {{- else -}}
-exec: {command: [pdctl, health, --service, {{ .service | quote }}, "localhost:8090"]}
+exec: {command: [pdctl, health, --plaintext, --service, {{ .service | quote }}, "localhost:8090"]}
 {{- end -}}
 {{- end -}}
 
