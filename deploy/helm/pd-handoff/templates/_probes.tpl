@@ -1,24 +1,25 @@
 {{/* Probes by gRPC health: liveness says whether to start the process anew, "" whether it takes requests. */}}
 
 {{- define "pd.probes" -}}
-{{- /* An exec probe is a process of its own, of a third of a second of processor time. */}}
-{{- $often := eq (include "pd.probeType" .root) "grpc" -}}
-{{- $startupPeriod := ternary 2 10 $often -}}
+{{- /* An exec probe is a process of its own: a third of a second of processor time, and many seconds where that is short. */}}
+{{- $exec := eq (include "pd.probeType" .root) "exec" -}}
+{{- $startupPeriod := ternary 10 2 $exec -}}
+{{- $timeout := ternary 20 5 $exec -}}
 startupProbe:
   {{- include "pd.probe" (dict "root" .root "service" "liveness") | nindent 2 }}
   periodSeconds: {{ $startupPeriod }}
-  timeoutSeconds: 5
+  timeoutSeconds: {{ $timeout }}
   failureThreshold: {{ div .root.Values.engine.startupSeconds $startupPeriod | max 1 }}
 livenessProbe:
   {{- include "pd.probe" (dict "root" .root "service" "liveness") | nindent 2 }}
-  periodSeconds: 10
-  timeoutSeconds: 5
+  periodSeconds: {{ ternary 30 10 $exec }}
+  timeoutSeconds: {{ $timeout }}
   failureThreshold: 3
 readinessProbe:
   {{- include "pd.probe" (dict "root" .root "service" "") | nindent 2 }}
-  periodSeconds: {{ ternary 5 10 $often }}
-  timeoutSeconds: 5
-  failureThreshold: 1
+  periodSeconds: {{ ternary 10 5 $exec }}
+  timeoutSeconds: {{ $timeout }}
+  failureThreshold: 2
 {{- end -}}
 
 {{- define "pd.probe" -}}
