@@ -123,3 +123,11 @@ def test_a_binding_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "ucp", None)
     with pytest.raises(TransportUnavailable, match="conda"):
         UcxTransport(binding=UcxPyContext)
+
+
+async def test_no_option_is_set_for_a_transport_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    transport = UcxTransport()
+    await transport.close()
+    assert "RNDV_THRESH=inf" in transport.info.settings
+    assert not [setting for setting in transport.info.settings if setting.startswith("CMA_")], "UCX would warn of it"

@@ -21,6 +21,8 @@ _DEFAULTS = {
     "ADAPTIVE_PROGRESS": "n",
 }
 """What differs from UCX's own defaults; a user's UCX_* variable wins."""
+_OF_ONE_TRANSPORT = {"CMA_TX_QUOTA": "cma"}
+"""UCX warns of such an option as of a mistake where it has not got that transport, as in most containers."""
 
 _NO_NETWORK = frozenset({"memory", "cuda"})
 """UCX's names for what carries within a host: no network device."""
@@ -63,8 +65,10 @@ def network_devices(resources: Iterable[Resource]) -> tuple[str, ...]:
     return tuple(sorted({each.device for each in resources} - _NO_NETWORK))
 
 
-def open_context(binding: Binding, library: UCXLibrary, devices: Sequence[str], options: Mapping[str, str]) -> Context:
-    """UCX with these options.
+def open_context(
+    binding: Binding, library: UCXLibrary, devices: Sequence[str], options: Mapping[str, str]
+) -> tuple[Context, Mapping[str, str]]:
+    """UCX with these options, and those of them that it has a use for.
 
     Raises:
         TransportUnavailable: UCX does not start, or a device that was asked for is not there.
@@ -79,7 +83,17 @@ def open_context(binding: Binding, library: UCXLibrary, devices: Sequence[str], 
         context.close()
         names, there = ", ".join(sorted(missing)), _there(binding, library, options)
         raise TransportUnavailable(f"UCX has no network device {names}: {there}", ib_device=names)
-    return context
+    useful = _useful(options, context.resources)
+    if useful != options:
+        context.close()
+        context = binding(library, useful)
+    return context, useful
+
+
+def _useful(options: Mapping[str, str], resources: Iterable[Resource]) -> Mapping[str, str]:
+    there = {each.transport for each in resources}
+    idle = {name for name, transport in _OF_ONE_TRANSPORT.items() if transport not in there}
+    return {name: value for name, value in options.items() if name not in idle}
 
 
 def _there(binding: Binding, library: UCXLibrary, options: Mapping[str, str]) -> str:

@@ -55,14 +55,15 @@ class UcxTransport:
 
     def __init__(self, ucx_library: str = WHEEL, ib_device: str | None = None, binding: Binding = UCXContext) -> None:
         devices = devices_of(ib_device)
-        options = options_for(devices, os.environ)
+        wanted = options_for(devices, os.environ)
         library = load_library(ucx_library)
         self._thread = ProgressThread("ucx-progress")
         self._probe_memory = np.zeros(_PROBE_BYTES, dtype=np.uint8)
         self._probe = MemoryRegion(self._probe_memory.ctypes.data, _PROBE_BYTES)
         self._registered = _Registered(RegionTable(()), (), ())
         try:
-            self._context = self._thread.submit(lambda: open_context(binding, library, devices, options)).result()
+            opening = self._thread.submit(lambda: open_context(binding, library, devices, wanted))
+            self._context, options = opening.result()
             self.register(self._probe)
         except PdError:
             self._thread.stop()
