@@ -7,11 +7,13 @@ import gc
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
 from importlib import metadata
+from types import FrameType
 from typing import Any
 
 import click
@@ -31,6 +33,7 @@ def run(role: Role, main: Callable[[], Coroutine[Any, Any, None]], log: LogConfi
     """Runs a process to its end; an error that a person can mend becomes a message and exit code 1."""
     form = logs.LogFormat(log.log_format)
     logs.configure(role, log.log_level, form, prompts=log.log_prompts)
+    signal.signal(signal.SIGTERM, _end_at_once)
     try:
         asyncio.run(main())
     except PdError as error:
@@ -38,6 +41,13 @@ def run(role: Role, main: Callable[[], Coroutine[Any, Any, None]], log: LogConfi
             _log.critical("%s", error.message)
             raise SystemExit(1) from error
         raise click.ClickException(error.message) from error
+
+
+def _end_at_once(number: int, _frame: FrameType | None) -> None:
+    """Until there is something to drain. In a container the kernel drops a signal that process 1 does not handle, and a
+    model may take minutes to load.
+    """
+    raise SystemExit(128 + number)
 
 
 def share_interpreter() -> None:
