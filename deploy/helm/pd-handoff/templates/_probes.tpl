@@ -19,7 +19,7 @@ readinessProbe:
   {{- include "pd.probe" (dict "root" .root "service" "") | nindent 2 }}
   periodSeconds: {{ ternary 10 5 $exec }}
   timeoutSeconds: {{ $timeout }}
-  failureThreshold: 2
+  failureThreshold: 3
 {{- end -}}
 
 {{- define "pd.probe" -}}
