@@ -39,6 +39,13 @@ class Tasks:
         if self._first_death is not None:
             raise self._first_death
 
+    async def end(self, task: asyncio.Task[None]) -> None:
+        """Cancels this one, which is no death; returns when it has ended."""
+        task.remove_done_callback(self._ended)
+        task.cancel()
+        await asyncio.wait((task,))
+        self._tasks.discard(task)
+
     async def close(self) -> None:
         """Cancels what still runs; returns when all has ended."""
         self._closing = True

@@ -134,14 +134,33 @@ class RoomConfig:
     waiting_timeout_s: float
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            seconds: float = getattr(self, field.name)
-            least = _LEAST_S[field.name]
-            if not least <= seconds < math.inf:
-                name = f"--{field.name.removesuffix('_s').replace('_', '-')}"
-                raise InvalidRequest(
-                    f"{name} must be at least {least:g} seconds and end some day, not {seconds:g}", field=field.name
-                )
+        _require_times(self)
+
+
+@dataclass(frozen=True, slots=True)
+class DrainConfig:
+    """How long a process goes on after it was told to end.
+
+    Raises:
+        InvalidRequest: endless, or less than nothing.
+
+    """
+
+    drain_timeout_s: float
+
+    def __post_init__(self) -> None:
+        _require_times(self)
+
+
+def _require_times(settings: RoomConfig | DrainConfig) -> None:
+    for field in fields(settings):
+        seconds: float = getattr(settings, field.name)
+        least = _LEAST_S[field.name]
+        if not least <= seconds < math.inf:
+            name = f"--{field.name.removesuffix('_s').replace('_', '-')}"
+            raise InvalidRequest(
+                f"{name} must be at least {least:g} seconds and end some day, not {seconds:g}", field=field.name
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +203,39 @@ class _Address(click.ParamType[BootstrapAddress]):
 
 
 ADDRESS = _Address()
+
+_DNS = "dns+"
+
+
+@dataclass(frozen=True, slots=True)
+class DnsName:
+    """A name, every address of which is one worker. They come and go as what the name stands for changes."""
+
+    host: str
+    port: int
+
+    @property
+    def target(self) -> str:
+        """As it is given."""
+        return f"{_DNS}{BootstrapAddress(self.host, self.port).target}"
+
+
+class _WorkerSource(click.ParamType[BootstrapAddress | DnsName]):
+    """HOST:PORT is one worker, dns+NAME:PORT as many as the name has addresses."""
+
+    name = "HOST:PORT"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> BootstrapAddress | DnsName:
+        if isinstance(value, DnsName):
+            return value
+        is_name = isinstance(value, str) and value.startswith(_DNS)
+        address = ADDRESS.convert(value.removeprefix(_DNS) if is_name else value, param, ctx)
+        return DnsName(address.host, address.port) if is_name else address
+
+
+WORKER_SOURCE = _WorkerSource()
 
 
 def model_options(command: _F) -> _F:
@@ -313,14 +365,34 @@ def metrics_options(command: _F) -> _F:
     )  # fmt: skip
 
 
-def room_options(command: _F) -> _F:
-    """How rooms end."""
+def probe_options(command: _F) -> _F:
+    """Where probes that hold no certificate find this process's health."""
+    return apply_options(
+        command,
+        click.option(
+            "--health-port", type=click.IntRange(0, 65535),
+            help="gRPC port on --host with standard health and nothing else, never TLS, for probes that hold no "
+            "certificate; 0 takes a free one and logs it.  [default: none]",
+        ),
+    )  # fmt: skip
+
+
+def drain_options(command: _F) -> _F:
+    """How long a process goes on after it was told to end."""
     return apply_options(
         command,
         click.option(
             "--drain-timeout", "drain_timeout_s", default=30.0, type=float, envvar="PD_DRAIN_TIMEOUT",
             help="Seconds that running requests get to end after SIGTERM.",
         ),
+    )  # fmt: skip
+
+
+def room_options(command: _F) -> _F:
+    """How rooms end."""
+    return apply_options(
+        command,
+        drain_options,
         click.option(
             "--room-retention", "room_retention_s", default=300.0, type=float, envvar="PD_ROOM_RETENTION",
             help="Seconds for which an ended room can still be inspected, and its number cannot be used again.",

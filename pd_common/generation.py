@@ -141,7 +141,8 @@ class Load:
 
     `queued` requests wait for memory or to be computed, the first of them for `oldest_wait_s`; one more than
     `max_queued` (0: no limit) is refused, unless it is more urgent than the least urgent of them, whose priority is
-    `least_priority`. `pages_available` are those that a new request could have.
+    `least_priority`. `pages_available` are those that a new request could have. One that is `stopping` takes no new
+    request at all.
     """
 
     queued: int
@@ -151,6 +152,7 @@ class Load:
     pages_total: int
     pages_available: int
     least_priority: int = 0
+    stopping: bool = False
 
     @property
     def is_full(self) -> bool:

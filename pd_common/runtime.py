@@ -12,7 +12,7 @@ from pd.v1.inspection_pb2 import GetProcessResponse
 from prometheus_client.registry import Collector
 
 from pd_common import config
-from pd_common.control import process
+from pd_common.control import ports, process
 from pd_common.control.inspection_servicer import describe
 from pd_common.control.outputs import OutputHub
 from pd_common.control.transfer_metrics import TransferMetrics
@@ -58,9 +58,10 @@ class Runtime:
         """Loads the model and opens the data plane; takes as long as the weights take.
 
         Raises:
-            InvalidRequest: the model or an option cannot be served.
+            InvalidRequest: the model or an option cannot be served, or a port is taken.
             TransportUnavailable: the library of the data plane cannot be loaded.
         """
+        ports.require_free(options["host"], **{name: options[name] for name in ("port", "metrics_port", "health_port")})
         process.share_interpreter()
         instance = process.new_instance(role)
         exporting = spans.configure(f"pd-{role.value}", instance.instance_id)

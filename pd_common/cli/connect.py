@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from pd_common import config
-from pd_common.config import SecurityConfig
+from pd_common.cli.certificate import certificate_options, open_certificate
 from pd_common.control.connection import Dial, dial_plain, dial_with
-from pd_common.control.tls import open_tls
 from pd_common.errors import PdError, PeerLost
 from pd_common.inspection.inspector import Inspector
 from pd_common.inspection.process_client import ProcessClient
@@ -23,7 +21,7 @@ from pd_common.types import BootstrapAddress, Role
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
-_USUAL_ROUTER = BootstrapAddress("127.0.0.1", 8001)
+USUAL_ROUTER = BootstrapAddress("127.0.0.1", 8001)
 _STOPPED_BY_HAND = 130
 
 ROOM = click.IntRange(1, 2**64 - 1)
@@ -32,7 +30,6 @@ ROOM = click.IntRange(1, 2**64 - 1)
 
 def connect_options(command: _F) -> _F:
     """Where to begin, and the caller's certificate; they go to `inspect` together."""
-    path = click.Path(path_type=Path)
     return config.apply_options(
         command,
         click.option(
@@ -44,21 +41,24 @@ def connect_options(command: _F) -> _F:
             "--process", "processes", type=config.ADDRESS, multiple=True, envvar="PD_PROCESS",
             help="A prefill or decode to begin with; it names its peers. May be repeated.",
         ),
-        click.option("--tls-cert", type=path, help="Your certificate, PEM: turns TLS on.  [default: none]"),
-        click.option("--tls-key", type=path, help="The certificate's private key, PEM.  [default: none]"),
-        click.option("--tls-ca", type=path, help="Certificates of who may sign for others, PEM.  [default: none]"),
+        certificate_options,
     )  # fmt: skip
 
 
 def inspect(options: Mapping[str, Any], work: Callable[[Inspector], Awaitable[_T]]) -> _T:
-    """What the work gives; its failure, or a stop by hand, ends the command with one line and no traceback."""
+    """What the work gives, as `run`."""
 
     async def inspected() -> _T:
         async with inspector_of(options) as inspector:
             return await work(inspector)
 
+    return run(inspected())
+
+
+def run(work: Coroutine[Any, Any, _T]) -> _T:
+    """What the work gives; its failure, or a stop by hand, ends the command with one line and no traceback."""
     try:
-        return asyncio.run(inspected())
+        return asyncio.run(work)
     except PdError as error:
         raise click.ClickException(error.message) from error
     except KeyboardInterrupt as stop:
@@ -73,11 +73,11 @@ async def inspector_of(options: Mapping[str, Any]) -> AsyncIterator[Inspector]:
         InvalidRequest: the files of the certificate are not all there, or do not fit together.
         PeerLost: there is no router to ask, and no --process answers.
     """
-    dial = _dial(options)
+    dial = dial_of(options)
     router: BootstrapAddress | None = options["router"]
     processes: tuple[BootstrapAddress, ...] = options["processes"]
     if router is None and not processes:
-        router = _USUAL_ROUTER
+        router = USUAL_ROUTER
     entries = [(router.target, Role.ROUTER)] if router else []
     for address in processes:
         try:
@@ -93,9 +93,9 @@ async def inspector_of(options: Mapping[str, Any]) -> AsyncIterator[Inspector]:
         await inspector.close()
 
 
-def _dial(options: Mapping[str, Any]) -> Dial:
-    files = {name: options[name] for name in ("tls_cert", "tls_key", "tls_ca")}
-    tls = open_tls(SecurityConfig(**files, tls_verify_clients=True, ticket_key_file=None))
+def dial_of(options: Mapping[str, Any]) -> Dial:
+    """With the certificate, if there is one."""
+    tls = open_certificate(options)
     return dial_plain if tls is None else dial_with(tls)
 
 

@@ -15,6 +15,12 @@ class Command:
 
     module: str
     help: str
+    function: str | None = None
+    """Its name there, where Python keeps the command's own for itself."""
+
+    def load(self, name: str) -> click.Command:
+        command: click.Command = getattr(importlib.import_module(self.module), self.function or name)
+        return command
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -25,6 +31,10 @@ COMMANDS: Mapping[str, Command] = {
     "watch": Command("pd_common.cli.watch", "Print every change of every room as it happens."),
     "doctor": Command(
         "pd_common.cli.doctor", "Say what is wrong with the system, or with ROOM, and what to do about it."
+    ),
+    "health": Command("pd_common.cli.health", "Ask one process whether it is ready."),
+    "try": Command(
+        "pd_common.cli.try_prompt", "Send one prompt through the router, and see what became of its room.", "try_prompt"
     ),
     "abort": Command("pd_common.cli.abort", "End one room on all sides."),
     "estimate": Command(
@@ -43,10 +53,7 @@ class OnDemand(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in COMMANDS:
-            return None
-        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name].module), cmd_name)
-        return command
+        return COMMANDS[cmd_name].load(cmd_name) if cmd_name in COMMANDS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):

@@ -159,6 +159,7 @@ def load_to(load: Load) -> generation_pb2.Load:
         pages_total=load.pages_total,
         pages_available=load.pages_available,
         least_priority=load.least_priority,
+        stopping=load.stopping,
     )
 
 
@@ -171,6 +172,7 @@ def load_from(message: generation_pb2.Load) -> Load:
         pages_total=message.pages_total,
         pages_available=message.pages_available,
         least_priority=message.least_priority,
+        stopping=message.stopping,
     )
 
 

@@ -11,10 +11,11 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from pd_common.aio import for_ever, why_it_died
+from pd_common.control import ports
 from pd_common.control.tls import Tls
-from pd_common.errors import InternalError, InvalidRequest
+from pd_common.errors import InternalError
 
-_STOP_TIMEOUT_S = 5
+_GRACE_S = 5.0
 
 
 class _Server(uvicorn.Server):
@@ -37,7 +38,6 @@ class HttpServer:
             log_config=None,
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=_STOP_TIMEOUT_S,
             ssl_context_factory=None if tls is None else lambda _config, _default: tls.http_context(),
         )
         self._server = _Server(settings)
@@ -51,7 +51,8 @@ class HttpServer:
             InvalidRequest: the address cannot be bound.
 
         """
-        listening = self._bind()
+        listening = ports.bind(self._host, self._port, self._option)
+        listening.listen()
         self._serving = asyncio.create_task(self._serve(listening), name=f"HTTP server ({self._option})")
         port: int = listening.getsockname()[1]
         return port
@@ -64,11 +65,17 @@ class HttpServer:
                 raise InternalError(f"the HTTP server died: {why_it_died(self._serving) or 'it has ended'}")
         await for_ever()
 
-    async def stop(self) -> None:
-        """Lets running requests end for a few seconds."""
+    async def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Takes no new request and no longer keeps connections alive; cuts off what still runs after `grace_s` seconds.
+
+        May be called again with less grace.
+        """
         self._server.should_exit = True
-        if self._serving is not None:
-            await asyncio.wait((self._serving,))
+        if self._serving is not None and not (await asyncio.wait((self._serving,), timeout=grace_s))[0]:
+            running = (*self._server.server_state.tasks, self._serving)
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
 
     async def _serve(self, listening: socket.socket) -> None:
         try:
@@ -76,19 +83,3 @@ class HttpServer:
         finally:  # cut off in the middle, uvicorn goes on listening
             for each in self._server.servers:
                 each.close()
-
-    def _bind(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        # asyncio turns off delays (TCP_NODELAY) where the protocol is named, and not where it is 0: then every first
-        # token on a connection that is used again comes 40 ms late.
-        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind((self._host, self._port))
-        except OSError as error:
-            listening.close()
-            raise InvalidRequest(
-                f"cannot listen on {self._host}:{self._port}: {error.strerror or error}", field=self._option
-            ) from error
-        listening.listen()
-        return listening

@@ -76,8 +76,13 @@ class OutputHub:
         for subscriber, batch in by_subscriber.items():
             self._queues[subscriber].put_nowait(tuple(batch))
 
+    def beat(self) -> None:
+        """Every subscriber hears something now."""
+        for queue in self._queues.values():
+            queue.put_nowait(())
+
     async def stream(self, subscriber: str) -> AsyncIterator[tuple[Output, ...]]:
-        """The subscriber's outputs, step by step, for ever; an empty tuple when there was nothing for a beat."""
+        """The subscriber's outputs, step by step, for ever; an empty tuple is a beat."""
         queue = self._queues[subscriber]
         while True:
             try:

@@ -66,6 +66,7 @@ class RoomKeeper(ABC, Generic[R]):
             pages_total=pool.pages_total,
             pages_available=pool.pages_free + pool.pages_cached,
             least_priority=min((room.request.priority for room in waiting_rooms), default=0),
+            stopping=self._stopping,
         )
 
     async def reap(self) -> None:
@@ -86,6 +87,7 @@ class RoomKeeper(ABC, Generic[R]):
     async def close(self, drain_timeout_s: float) -> None:
         """Takes no new room; lets the running ones end for a while, then ends them. Returns when all have concluded."""
         self._stopping = True
+        self._hub.beat()  # whoever sends requests here hears of it now
         await drain_tasks([room.task for room in self._rooms.values() if room.task is not None], drain_timeout_s)
         await self._tasks.close()
 

@@ -28,11 +28,12 @@ from pd.v1 import (
 )
 from prometheus_client import Counter
 
+from pd_common.control import health_port, ports
 from pd_common.control.access import Access
 from pd_common.control.guard import Guard
 from pd_common.control.tickets import TicketKeys
 from pd_common.control.tls import Tls
-from pd_common.errors import InvalidRequest, Reason
+from pd_common.errors import Reason
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Holds a prompt of several million tokens, or as many page ids."""
@@ -129,38 +130,32 @@ class ControlServer:
         names = (*self._names[1:], health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listens; port 0 takes a free one. Gives the port.
+    async def start(self, host: str, port: int, option: str = "port") -> int:
+        """Listens; port 0 takes a free one. Gives the port. `option` has set it: the error when it is taken says so.
 
         Raises:
             InvalidRequest: the address cannot be bound.
 
         """
         await self.set_serving(False)
-        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            bound = self._add_port(target)
-        except RuntimeError as error:
-            raise InvalidRequest(
-                f"cannot listen on {target}: is the port in use, and does the host belong to this machine?",
-                field="port",
-            ) from error
+        bound = ports.bind_grpc(self._server, host, port, option, self._tls)
         await self._server.start()
         return bound
 
     @asynccontextmanager
-    async def listening(self, host: str, port: int) -> AsyncIterator[int]:
-        """As `start`; whatever ends the block, nobody is served after it. `stop` in the block ends calls gently."""
-        bound = await self.start(host, port)
+    async def listening(
+        self, host: str, port: int, probes_port: int | None = None, option: str = "port"
+    ) -> AsyncIterator[int]:
+        """As `start`; whatever ends the block, nobody is served after it. `stop` in the block ends calls gently.
+
+        Health is answered to the end of the block, at `probes_port` as well if there is one: health_port.py.
+        """
+        bound = await self.start(host, port, option)
         try:
-            yield bound
+            async with health_port.answering(self._health, host, probes_port):
+                yield bound
         finally:
             await self.stop(grace_s=0.0)
-
-    def _add_port(self, target: str) -> int:
-        if self._tls is None:
-            return self._server.add_insecure_port(target)
-        return self._server.add_secure_port(target, self._tls.server_credentials())
 
     def _count(self, method: str, reason: Reason) -> None:
         self.errors.labels(method.removeprefix("/"), reason.value).inc()

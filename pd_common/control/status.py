@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -29,6 +30,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 MOST_OF_A_MESSAGE = 1000
 """Bytes: errors say what they were given, and stay on record for a while. gRPC, too, refuses trailers over 8 KiB."""
 _MOST_OF_A_FACT, _MOST_FACTS = 250, 8
+_BEFORE_WHY = re.compile(r"failed to connect to all addresses; last error: [A-Z_]+: (ipv[46]:\S+: )?")
 _MOST_DIGITS = 9
 """Of seconds that somebody says; a Duration has room for more."""
 
@@ -124,6 +126,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> PdError:
     cls = _ERROR_WITHOUT_INFO.get(error.code(), InternalError)
     hint = " (is it a process of another role?)" if error.code() is grpc.StatusCode.UNIMPLEMENTED else ""
     return cls(f"{peer}: {error.details() or error.code().name}{hint}", peer=peer)
+
+
+def why_unreached(details: str) -> str:
+    """For a person: what gRPC says of a call without what it says before it says why."""
+    return _BEFORE_WHY.sub("", details)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdError) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from pd_common.aio import why_it_died
@@ -28,6 +28,7 @@ class Supervisor:
     def __init__(self, control: ControlServer) -> None:
         self._control = control
         self._ending = asyncio.Event()
+        self._in_a_hurry = asyncio.Event()
         self._death: InternalError | None = None
         self._told: asyncio.Task[None] | None = None
         self._overdue: asyncio.TimerHandle | None = None
@@ -51,14 +52,25 @@ class Supervisor:
         """Returns on SIGTERM or SIGINT, or when something has died. Then the process is not ready any more."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._ending.set)
+            loop.add_signal_handler(number, self._signalled)
         await self._ending.wait()
         _log.info("stopping")
         await self._control.withdraw()
 
+    def _signalled(self) -> None:
+        if self._ending.is_set():
+            self._in_a_hurry.set()
+        self._ending.set()
+
     def patience_s(self, drain_timeout_s: float) -> float:
         """How long rooms may go on at the end: not at all after a death."""
         return drain_timeout_s if self._death is None else 0.0
+
+    async def out_of_patience(self, drain_timeout_s: float) -> None:
+        """Returns when what still runs may go on no longer: after this time, or at a second signal or a death."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.patience_s(drain_timeout_s)):
+                await self._in_a_hurry.wait()
 
     async def close(self, *closings: Work) -> None:
         """Closes the parts of the process, in this order; one that fails does not stop the others.
@@ -89,6 +101,7 @@ class Supervisor:
             return
         self._death = InternalError(f"this process cannot go on: {task.get_name()} died: {why or 'it has ended'}")
         _log.critical("%s", self._death.message)
+        self._in_a_hurry.set()
         self._told = asyncio.create_task(self._control.fail())
         self._overdue = asyncio.get_running_loop().call_later(_ENDS_WITHIN_S, _give_up)
         self._ending.set()

@@ -114,9 +114,9 @@ class Inspector:
         at_routers = [side for side in view.of_role(Role.ROUTER) if is_open(side)]
         sides = at_routers or [side for side in view.sides if is_open(side)]
         await asyncio.gather(*(self._client(side.address, side.role).abort(number, message, ticket) for side in sides))
-        return await self._ended(number)
+        return await self.ended(number)
 
-    async def _ended(self, number: BootstrapRoom) -> RoomView:
+    async def ended(self, number: BootstrapRoom) -> RoomView:
         """As it is when all sides have ended it, or the time for that is over: an answer ends with its engine step."""
         give_up_s = time.monotonic() + _END_S
         while True:

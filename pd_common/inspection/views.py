@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from pd.v1 import bootstrap_pb2, inspection_pb2, transfer_status_pb2, types_pb2
 
 from pd_common.control import convert
+from pd_common.control.status import why_unreached
 from pd_common.errors import PdError, PeerLost
 from pd_common.types import BootstrapRoom, Role
 
@@ -16,8 +16,6 @@ ROLE_OF = {convert.role_to(role): role for role in Role}
 """Roles as messages say them."""
 FINAL = (types_pb2.TRANSFER_STATE_SUCCESS, types_pb2.TRANSFER_STATE_FAILED)
 """States that nothing follows."""
-_OF_GRPC = re.compile(r"failed to connect to all addresses; last error: [A-Z_]+: (ipv[46]:\S+: )?")
-"""What gRPC says before it says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class ProcessView:
     @property
     def why_silent(self) -> str:
         """For a person; empty if it has answered."""
-        return "" if self.trouble is None else _OF_GRPC.sub("", self.trouble.message.removeprefix(f"{self.address}: "))
+        return "" if self.trouble is None else why_unreached(self.trouble.message.removeprefix(f"{self.address}: "))
 
     @property
     def silence(self) -> str:

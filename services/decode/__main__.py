@@ -50,6 +50,7 @@ from services.decode.service import DecodeService
 @config.room_options
 @config.log_options
 @config.metrics_options
+@config.probe_options
 def main(**options: Any) -> None:
     """Serve the decode role: TransferStatus, Abort and Generation on one gRPC port.
 
@@ -102,7 +103,7 @@ async def serve(options: dict[str, Any]) -> None:
         security.tls,
         security.keys,
     )
-    async with control.listening(listen.host, listen.port) as port:
+    async with control.listening(listen.host, listen.port, options["health_port"]) as port:
         address = listen.advertised(port)
         own_memory = OwnMemory(own.instance, address, engine.layout, own.pool, own.regions, own.metadata, own.canaries)
         prefills = Prefills(own_memory, own.transport, service.prefill_lost, service.proven, security.dial)

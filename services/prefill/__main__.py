@@ -53,6 +53,7 @@ from services.prefill.servicers import PageAllocationServicer
 @config.room_options
 @config.log_options
 @config.metrics_options
+@config.probe_options
 def main(**options: Any) -> None:
     """Serve the prefill role: Bootstrap, PageAllocation, TransferStatus, Abort and Generation on one gRPC port.
 
@@ -87,7 +88,7 @@ async def serve(options: dict[str, Any]) -> None:
         security.tls,
         security.keys,
     )
-    async with control.listening(listen.host, listen.port) as port:
+    async with control.listening(listen.host, listen.port, options["health_port"]) as port:
         address = listen.advertised(port)
         data_plane = own.data_plane(listen.advertised_host)
         directory = address if place.bootstrap is None else place.bootstrap.target

@@ -27,12 +27,14 @@ from services.router.collector import RouterCollector
 from services.router.counted import CountedErrors, CountedRequests
 from services.router.describe import describe
 from services.router.dispatch import Dispatcher
+from services.router.draining import drain
 from services.router.http import create_app
+from services.router.open_requests import HttpDoor, OpenRequests
 from services.router.policy import LeastLoaded
 from services.router.probe import Prober
 from services.router.servicer import RouterGenerationServicer
 from services.router.ui.api import ui_routes
-from services.router.worker import Worker
+from services.router.workers import Source, Workers
 
 
 @click.command(context_settings=config.CONTEXT)
@@ -40,9 +42,9 @@ from services.router.worker import Worker
     "--prefill",
     "prefills",
     multiple=True,
-    type=config.ADDRESS,
-    help="HOST:PORT of a prefill; may be repeated (PD_PREFILL: separated by blanks). Without one decode computes "
-    "prompts too.",
+    type=config.WORKER_SOURCE,
+    help="HOST:PORT of a prefill, or dns+NAME:PORT for one at each address that the name stands for at the time; may "
+    "be repeated (PD_PREFILL: separated by blanks). Without one decode computes prompts too.",
     envvar="PD_PREFILL",
 )
 @click.option(
@@ -50,8 +52,8 @@ from services.router.worker import Worker
     "decodes",
     required=True,
     multiple=True,
-    type=config.ADDRESS,
-    help="HOST:PORT of a decode; may be repeated (PD_DECODE: separated by blanks).",
+    type=config.WORKER_SOURCE,
+    help="HOST:PORT of a decode, or dns+NAME:PORT as with --prefill; may be repeated (PD_DECODE: separated by blanks).",
     envvar="PD_DECODE",
 )
 @click.option(
@@ -72,9 +74,11 @@ from services.router.worker import Worker
     default=True,
     help="Status page at /ui on the HTTP port: rooms, memory, peers, no prompts. Whoever reaches the API can see it.",
 )
+@config.drain_options
 @config.security_options
 @config.log_options
 @config.metrics_options
+@config.probe_options
 def main(**options: Any) -> None:
     """Serve requests: OpenAI's API and /generate on HTTP, pd.v1.Generation on gRPC.
 
@@ -86,46 +90,46 @@ def main(**options: Any) -> None:
 
 async def serve(
     *,
-    prefills: tuple[BootstrapAddress, ...],
-    decodes: tuple[BootstrapAddress, ...],
+    prefills: tuple[Source, ...],
+    decodes: tuple[Source, ...],
     disaggregation_min_prompt_tokens: int,
     host: str,
     http_port: int,
     grpc_port: int,
     ui: bool,
     metrics_port: int | None,
+    health_port: int | None,
     **settings: Any,
 ) -> None:
-    """The wiring of one router process; returns when it has been stopped by a signal."""
+    """The wiring of one router process; returns when it has drained after SIGTERM."""
     _refuse_repeated("--prefill", prefills)
     _refuse_repeated("--decode", decodes)
     security = Security.open(config.pick(config.SecurityConfig, settings), host)
+    drain_timeout_s = config.pick(config.DrainConfig, settings).drain_timeout_s
     changed = asyncio.Event()
-    prefill_workers = [Worker(Role.PREFILL, address, changed, security.dial) for address in prefills]
-    decode_workers = [Worker(Role.DECODE, address, changed, security.dial) for address in decodes]
-    workers = [*prefill_workers, *decode_workers]
-    policy = LeastLoaded(prefill_workers, decode_workers, disaggregation_min_prompt_tokens)
+    policy = LeastLoaded(min_prompt_tokens=disaggregation_min_prompt_tokens, disaggregated=bool(prefills))
+    workers = Workers({Role.PREFILL: prefills, Role.DECODE: decodes}, policy, changed, security.dial)
     tracing = Tracing()
     dispatcher = Dispatcher(policy, tracing, security.keys)
     exporting = spans.configure("pd-router", dispatcher.instance.instance_id)
     logs.identify(dispatcher.instance.instance_id)
     room_log.follow_requests(tracing)
-    requests, legs = CountedRequests(dispatcher), RoomMetrics()
+    requests, legs, still_open = CountedRequests(dispatcher), RoomMetrics(), OpenRequests()
     tracing.listeners.append(legs.note_leg)
     described = partial(describe, dispatcher, policy)
     control = server.ControlServer(
         [
             server.abort(AbortServicer(dispatcher)),
             server.inspection(InspectionServicer(described, tracing)),
-            server.generation(RouterGenerationServicer(requests)),
+            server.generation(RouterGenerationServicer(requests, still_open)),
         ],
         security.tls,
     )
     prober = Prober(dispatcher, policy, changed, control)
-    async with control.listening(host, grpc_port) as bound_grpc_port:
+    async with control.listening(host, grpc_port, health_port, option="grpc_port") as bound_grpc_port:
         inspector = Inspector([(_own_address(host, bound_grpc_port), Role.ROUTER)], security.dial)
         app = CountedErrors(create_app(requests, lambda: control.is_live, ui_routes(inspector) if ui else ()))
-        http = HttpServer(app, host, http_port, tls=security.tls)
+        http = HttpServer(HttpDoor(app, still_open), host, http_port, tls=security.tls)
         bound_http_port = await http.start()
         now = RouterCollector(dispatcher, policy), metrics.IdentityCollector(described)
         exposed = metrics.served((*now, requests, legs, app, control.errors), host, metrics_port, security.tls)
@@ -133,7 +137,7 @@ async def serve(
         async with (
             exposed as metrics_server,
             supervisor.running(
-                **{f"stream of {worker}": worker.run() for worker in workers},
+                **workers.works(),
                 prober=prober.run(),
                 probes=prober.watch(),
                 rooms=dispatcher.watch(),
@@ -145,12 +149,11 @@ async def serve(
                 f"pd-router listens for HTTP on {host}:{bound_http_port} and for gRPC on {host}:{bound_grpc_port}"
             )
             await supervisor.until_end()
-            await http.stop()
+            await drain(still_open, dispatcher, http, control, supervisor.out_of_patience(drain_timeout_s))
             await inspector.close()
-            await control.stop(grace_s=5.0)
     if exporting is not None:
         await asyncio.to_thread(exporting.shutdown)
-    await supervisor.close(dispatcher.close(), *(worker.stop() for worker in workers))
+    await supervisor.close(dispatcher.close(), workers.close())
 
 
 def _own_address(host: str, port: int) -> str:
@@ -158,10 +161,10 @@ def _own_address(host: str, port: int) -> str:
     return BootstrapAddress("localhost" if is_wildcard(host) else host, port).target
 
 
-def _refuse_repeated(option: str, addresses: Sequence[BootstrapAddress]) -> None:
-    for address in addresses:
-        if addresses.count(address) > 1:
-            raise InvalidRequest(f"{option} {address.target} is given more than once", field=option)
+def _refuse_repeated(option: str, sources: Sequence[Source]) -> None:
+    for source in sources:
+        if sources.count(source) > 1:
+            raise InvalidRequest(f"{option} {source.target} is given more than once", field=option)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from typing import TypeVar
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace as otel_trace
@@ -24,6 +26,8 @@ from pd_common.errors import (
     PeerLost,
     RoomAborted,
     RoomInUse,
+    ShuttingDown,
+    TopologyIncomplete,
     TransferFailed,
 )
 from pd_common.generation import ChatMessage, ClientRequest, GenerationRequest, ModelInfo, Output
@@ -32,10 +36,15 @@ from pd_common.telemetry import logs, spans
 from pd_common.telemetry.spans import SpanName
 from pd_common.telemetry.tracing import Attribute, RoomTrace, Tracing
 from pd_common.types import BootstrapRoom, Role, new_room
-from services.router.policy import LeastLoaded
+from services.router.policy import Choice, LeastLoaded
 from services.router.rooms import OpenRoom, Rooms
-from services.router.route import Route
+from services.router.route import Lives, Route
 from services.router.worker import Sink, Worker
+
+_T = TypeVar("_T")
+
+_REFUSALS = (CapacityExceeded, ShuttingDown, NoWorkers, PeerLost, TopologyIncomplete)
+"""Why a worker does not take a request that another one may take."""
 
 _TICKET_SLACK_S = 60.0
 """For clocks that differ, and for the last messages of a room that has run out of time."""
@@ -52,6 +61,7 @@ class Dispatcher:
         self._keys = keys
         self._rooms = Rooms()
         self._aborts = Tasks()
+        self._withdrawn = False
 
     @property
     def open_rooms(self) -> int:
@@ -62,38 +72,53 @@ class Dispatcher:
 
     @property
     def is_ready(self) -> bool:
-        return self._policy.is_ready
+        return not self._withdrawn and self._policy.is_ready
 
     def not_ready_reason(self) -> str:
-        return self._policy.why_not_ready()
+        return "this router is stopping" if self._withdrawn else self._policy.why_not_ready()
 
     async def tokenize_text(self, text: str) -> tuple[int, ...]:
-        return await self._any_worker().tokenize_text(text)
+        return await self._ask_any(lambda worker: worker.tokenize_text(text))
 
     async def tokenize_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        return await self._any_worker().tokenize_chat(tuple(messages))
+        return await self._ask_any(lambda worker: worker.tokenize_chat(tuple(messages)))
 
     async def model(self) -> ModelInfo:
-        model = self._any_worker().model
-        if model is None:
-            raise NoWorkers(self.not_ready_reason())
-        return model
+        for worker in self._live_workers():
+            if worker.model is not None:
+                return worker.model
+        raise NoWorkers(self.not_ready_reason())
 
     async def generate(self, request: ClientRequest) -> AsyncGenerator[Output, None]:
-        """On the best route; where workers have no place for it, in a new room on the next best one without them."""
+        """On the best route; if workers there do not take it in, in a new room on the best one without them.
+
+        Not if the client has chosen the room: it may look for it where it was first.
+        """
+        ends_s, refused = time.monotonic() + request.timeout_s, set[Worker]()
         choice = self._policy.choose(request)
-        routes = list(choice.routes)
         while True:
-            room = self._room(routes[0], request)
+            room = self._room(choice.routes[0], request)
             try:
                 async with aclosing(self._answer(room, choice.reason)) as outputs:
                     async for output in outputs:
                         yield output
                 return
-            except CapacityExceeded:
-                routes = [route for route in routes if room.full.isdisjoint(route.workers)]
-                if not room.full or request.room is not None or not routes:
+            except _REFUSALS:
+                refused |= room.refused
+                again = self._without(refused, request) if room.refused and request.room is None else None
+                left_s = ends_s - time.monotonic()
+                if again is None or left_s <= 0:
                     raise
+            choice, request = again, replace(request, timeout_s=left_s)
+
+    def _without(self, refused: set[Worker], request: ClientRequest) -> Choice | None:
+        """What there is to choose from now; None: nothing, and what the last worker has said is the answer."""
+        try:
+            choice = self._policy.choose(request)
+        except PdError:
+            return None
+        routes = tuple(route for route in choice.routes if refused.isdisjoint(route.workers))
+        return Choice(routes, choice.reason) if routes else None
 
     # --- one request ---
 
@@ -130,8 +155,7 @@ class Dispatcher:
                     yield output
         except PdError as failed:
             error = failed
-            if isinstance(failed, TransferFailed | PeerLost):
-                room.route.doubt(lives, failed.message)
+            _learn(room, lives, failed, begun=trace.first_token_ns is not None)
             raise
         finally:
             for leg in room.legs:
@@ -149,9 +173,9 @@ class Dispatcher:
         answers = await asyncio.gather(
             *(leg.submit(room.request, trace.context) for leg in room.legs), return_exceptions=True
         )
-        room.foreign = _who_said(RoomInUse, room.legs, answers)
+        room.foreign = _who_said((RoomInUse,), room.legs, answers)
         if not room.aborts:
-            room.full = _who_said(CapacityExceeded, room.legs, answers)
+            room.refused = _who_said(_REFUSALS, room.legs, answers)
         for answer in reversed(answers):  # decode's word first: it knows the whole answer's needs
             if answer is not None:
                 raise answer
@@ -187,6 +211,15 @@ class Dispatcher:
         for abort in room.aborts:
             abort.add_done_callback(lambda _: self._rooms.remove_if_over(room))
 
+    def withdraw(self) -> None:
+        """Not ready from now on, though whoever comes is served."""
+        self._withdrawn = True
+
+    def end_all(self, error: PdError) -> None:
+        """Ends every open room with this error; does not wait."""
+        for room in self._rooms:
+            self._end(room, error)
+
     async def watch(self) -> None:
         """Raises InternalError when an abort has died. Otherwise it never returns."""
         await self._aborts.watch()
@@ -218,17 +251,36 @@ class Dispatcher:
     def _ticket(self, room: BootstrapRoom, timeout_s: float) -> bytes:
         return b"" if self._keys is None else self._keys.sign(room, time.time() + timeout_s + _TICKET_SLACK_S)
 
-    def _any_worker(self) -> Worker:
-        for worker in (*self._policy.decodes, *self._policy.prefills):
-            if worker.is_live:
-                return worker
-        raise NoWorkers(f"no worker is connected: {self.not_ready_reason()}")
+    async def _ask_any(self, ask: Callable[[Worker], Awaitable[_T]]) -> _T:
+        """The answer of the first worker that gives one: it does not matter whose it is."""
+        error: PdError = NoWorkers(f"no worker is connected: {self.not_ready_reason()}")
+        for worker in self._live_workers():
+            try:
+                return await ask(worker)
+            except PeerLost as lost:
+                error = lost
+        raise error
+
+    def _live_workers(self) -> Sequence[Worker]:
+        """Those that are about to end come last."""
+        workers = (*self._policy.decodes, *self._policy.prefills)
+        return sorted((worker for worker in workers if worker.is_live), key=lambda worker: worker.is_stopping)
 
 
 def _who_said(
-    error: type[PdError], legs: Sequence[Worker], answers: Sequence[BaseException | None]
+    errors: tuple[type[PdError], ...], legs: Sequence[Worker], answers: Sequence[BaseException | None]
 ) -> frozenset[Worker]:
-    return frozenset(leg for leg, answer in zip(legs, answers, strict=True) if isinstance(answer, error))
+    return frozenset(leg for leg, answer in zip(legs, answers, strict=True) if isinstance(answer, errors))
+
+
+def _learn(room: OpenRoom, lives: Lives | None, error: PdError, *, begun: bool) -> None:
+    """What a failure says of the workers. `begun`: the client has a part of the answer."""
+    if isinstance(error, ShuttingDown) and not begun and not room.aborts:
+        room.refused |= {leg for leg in room.legs if leg.is_stopping}  # it was taken in, and their end came first
+    if isinstance(error, TransferFailed | PeerLost | TopologyIncomplete) and not room.refused:
+        room.route.doubt(lives, error.message)
+    if isinstance(error, TopologyIncomplete) and room.route.prefill is not None and not begun and not room.aborts:
+        room.refused |= {room.route.prefill}  # it is there, and a rank beside it is not
 
 
 def _sink(arrivals: asyncio.Queue[tuple[Role, Output]], role: Role) -> Sink:

@@ -25,18 +25,38 @@ class Choice:
 class LeastLoaded:
     """Of the usable routes the one with least to do; those where decode has pages for the prompt come first.
 
-    A prompt shorter than `min_prompt_tokens` goes to a decode alone, and every prompt does where there is no prefill;
-    but who names a prefill gets it. A worker with a full queue gets only requests that are more urgent than one of
-    those that wait there: it sends that one away.
+    A prompt shorter than `min_prompt_tokens` goes to a decode alone, and every prompt does where none are
+    `disaggregated`; but who names a prefill gets it. A worker with a full queue gets only requests that are more urgent
+    than one of those that wait there: it sends that one away.
     """
 
-    def __init__(self, prefills: Sequence[Worker], decodes: Sequence[Worker], min_prompt_tokens: int = 0) -> None:
-        self.prefills = tuple(prefills)
-        self.decodes = tuple(decodes)
+    def __init__(
+        self,
+        prefills: Sequence[Worker] = (),
+        decodes: Sequence[Worker] = (),
+        min_prompt_tokens: int = 0,
+        *,
+        disaggregated: bool = True,
+    ) -> None:
+        """With `disaggregated` whoever needs a prefill waits for one, also while there happens to be none."""
         self._min_prompt_tokens = min_prompt_tokens
-        self._pairs = tuple(Route(prefill, decode) for prefill in prefills for decode in decodes)
-        serves_alone = min_prompt_tokens > 0 or not prefills
-        self._alone = tuple(Route(None, decode) for decode in decodes) if serves_alone else ()
+        self._disaggregated = disaggregated
+        self._pairs: tuple[Route, ...] = ()
+        self._alone: tuple[Route, ...] = ()
+        self.use(prefills, decodes)
+
+    def use(self, prefills: Sequence[Worker], decodes: Sequence[Worker], troubles: Sequence[str] = ()) -> None:
+        """These are the workers from now on; what is known of routes that stay is kept.
+
+        `troubles`: for a person, why there may be others.
+        """
+        self.prefills, self.decodes, self._troubles = tuple(prefills), tuple(decodes), tuple(troubles)
+        known = {route.workers: route for route in self.routes}
+        serves_alone = self._min_prompt_tokens > 0 or not self._disaggregated
+        pairs = [Route(prefill, decode) for prefill in prefills for decode in decodes]
+        alone = [Route(None, decode) for decode in decodes] if serves_alone else []
+        self._pairs = tuple(known.get(route.workers, route) for route in pairs)
+        self._alone = tuple(known.get(route.workers, route) for route in alone)
 
     @property
     def routes(self) -> tuple[Route, ...]:
@@ -46,7 +66,7 @@ class LeastLoaded:
     @property
     def _usual(self) -> tuple[Route, ...]:
         """Those that can take every request."""
-        return self._pairs or self._alone
+        return self._pairs if self._disaggregated else self._alone
 
     @property
     def is_ready(self) -> bool:
@@ -54,13 +74,19 @@ class LeastLoaded:
         return bool(usable(self._usual))
 
     def why_not_ready(self) -> str:
-        return why_none(self._usual)
+        """Empty when all is well."""
+        return self._why_none(self._usual)
+
+    def _why_none(self, routes: Sequence[Route]) -> str:
+        missing = [] if self.prefills or not self._disaggregated else ["no prefill is known"]
+        missing += [] if self.decodes else ["no decode is known"]
+        return "; ".join((*missing, *self._troubles, *why_none(routes)))
 
     def choose(self, request: ClientRequest) -> Choice:
         """The routes that can take it.
 
         Raises:
-            NoWorkers: no route is proven, and none was before it came into doubt.
+            NoWorkers: no route is proven, and none was before it came into doubt; or all are about to end.
             InvalidRequest: the router does not have the prefill that is asked for.
             CapacityExceeded: on every route there is a worker that would refuse it.
 
@@ -68,17 +94,17 @@ class LeastLoaded:
         routes, reason = self._candidates(request)
         proven = usable(routes)
         if not proven:
-            raise NoWorkers(f"no usable {'pair' if routes[0].prefill else 'decode'}: {why_none(routes)}")
+            raise NoWorkers(f"no usable {'pair' if self._disaggregated else 'decode'}: {self._why_none(routes)}")
         open_routes = [route for route in proven if not route.refusals(request.priority)]
         if not open_routes:
             raise _all_full(proven, request.priority)
         return Choice(tuple(sorted(open_routes, key=partial(_rank, prompt_tokens=len(request.prompt)))), reason)
 
     def _candidates(self, request: ClientRequest) -> tuple[Sequence[Route], str]:
-        """At least one, and why these."""
+        """All that it might take, and why these."""
         if request.bootstrap is not None:
             return self._with_prefill(request.bootstrap), "the client has named the prefill"
-        if not self._pairs:
+        if not self._disaggregated:
             return self._alone, "this router has no prefill"
         prompt = f"prompt of {len(request.prompt)} tokens"
         if len(request.prompt) >= self._min_prompt_tokens:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from pd_common.aio import Tasks
 from pd_common.control.server import ControlServer
-from pd_common.errors import PdError
+from pd_common.errors import LayoutMismatch, PdError
 from pd_common.generation import ClientRequest, SamplingParams
 from services.router.dispatch import Dispatcher
 from services.router.policy import LeastLoaded
@@ -17,6 +18,8 @@ _log = logging.getLogger(__name__)
 
 _AT_ONCE = 8
 _FIRST_AGAIN_S, _LAST_AGAIN_S = 0.5, 2.0
+_UNLIKE_AGAIN_S = 30.0
+"""Where the two do not fit together, and nothing that is seen from here has changed: a rank behind one of them may."""
 _TIMEOUT_S = 20.0
 _FIRST_OF_ALL = 2**31 - 1
 """The priority of a probe: it must not wait behind the load that the route is to take a part of."""
@@ -62,23 +65,33 @@ class Prober:
         again_s = _FIRST_AGAIN_S
         while (lives := route.lives) is not None and route.needs_probe:
             async with self._at_once:
-                await self._try(route, lives)
-            if route.needs_probe:
+                fits = await self._try(route, lives)
+            if not fits and route.lives == lives:
+                await self._until_changed()
+            elif route.needs_probe:
                 await asyncio.sleep(again_s)
                 again_s = min(2 * again_s, _LAST_AGAIN_S)
         self._probed.discard(route)
         self._changed.set()
 
-    async def _try(self, route: Route, lives: Lives) -> None:
+    async def _until_changed(self) -> None:
+        """Returns when a worker has come or gone, or something else is new, and after a while in any case."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_UNLIKE_AGAIN_S):
+                await self._changed.wait()
+
+    async def _try(self, route: Route, lives: Lives) -> bool:
+        """Gives whether these lives can serve together, for all that is known now."""
         try:
             async for _ in self._dispatcher.generate_through(route, _probe(route), "probe"):
                 pass
         except PdError as error:
             if route.note_probe(lives, f"the probe failed: {error.message}"):  # said once, not at every attempt
                 _log.warning("the probe through %s failed, trying again: %s", route, error.message)
-            return
+            return not isinstance(error, LayoutMismatch)
         route.note_probe(lives, None)
         _log.info("%s is proven: a real request has gone through", route)
+        return True
 
 
 def _probe(route: Route) -> ClientRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pd_common.errors import RoomAborted, RoomInUse
@@ -24,7 +25,8 @@ class OpenRoom:
 
     `answered` once its last output has come; `left` once nobody reads its outputs any more; `aborts` are the calls that
     end the legs, once it is being aborted; `foreign` are the legs where somebody else has a room of this number;
-    `full` those that had too much to do to take it in, unless it was aborted meanwhile.
+    `refused` those that have not taken it in, or sent it away before the first output, and for a reason that other
+    workers may not have; unless it was aborted meanwhile.
     """
 
     request: GenerationRequest
@@ -34,7 +36,7 @@ class OpenRoom:
     left: bool = False
     aborts: tuple[asyncio.Task[None], ...] = ()
     foreign: frozenset[Worker] = frozenset()
-    full: frozenset[Worker] = frozenset()
+    refused: frozenset[Worker] = frozenset()
 
     @property
     def number(self) -> BootstrapRoom:
@@ -54,6 +56,9 @@ class Rooms:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def __iter__(self) -> Iterator[OpenRoom]:
+        return iter(tuple(self._open.values()))
 
     def add(self, room: OpenRoom, now: float) -> None:
         """Takes a new room in.
@@ -80,7 +85,7 @@ class Rooms:
 
     def with_rid(self, rid: str) -> list[OpenRoom]:
         """All whose request has exactly this id, which need not be unique."""
-        return [room for room in self._open.values() if room.request.rid == rid]
+        return [room for room in self if room.request.rid == rid]
 
     def refuse(self, number: BootstrapRoom, now: float) -> None:
         """Refuses a room that may still come."""

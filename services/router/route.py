@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pd_common.generation import Load
@@ -48,9 +48,14 @@ class Route:
         return self._doubted and self.lives is not None and self._probed == self.lives
 
     @property
+    def is_stopping(self) -> bool:
+        """One of its workers takes no new request, a probe as little as any other."""
+        return any(worker.is_stopping for worker in self.workers)
+
+    @property
     def needs_probe(self) -> bool:
         """All are live, and no room has gone through yet."""
-        return self.lives is not None and not self.is_proven
+        return self.lives is not None and not self.is_proven and not self.is_stopping
 
     @property
     def why_not(self) -> str:
@@ -100,12 +105,21 @@ class Route:
 
 
 def usable(routes: Sequence[Route]) -> Sequence[Route]:
-    """The proven ones; where there is none those that are only doubted: one failed room is no reason to refuse all."""
-    return [route for route in routes if route.is_proven] or [route for route in routes if route.is_doubted]
+    """The proven ones; where there is none those that are only doubted: one failed room is no reason to refuse all.
+
+    None of them has a worker that is stopping.
+    """
+    lasting = [route for route in routes if not route.is_stopping]
+    return [route for route in lasting if route.is_proven] or [route for route in lasting if route.is_doubted]
 
 
-def why_none(routes: Sequence[Route]) -> str:
-    """For a person: what is the matter with each worker that is not live, and with each route that is not proven."""
-    workers = dict.fromkeys(worker for route in routes for worker in route.workers)
-    down = [f"{worker}: {worker.why_not}" for worker in workers if not worker.is_live]
-    return "; ".join(down + [f"{route}: {route.why_not}" for route in routes if route.needs_probe])
+def why_none(routes: Sequence[Route]) -> Iterator[str]:
+    """For a person: what is the matter with each worker that cannot be used, and with each route that is not proven."""
+    for worker in dict.fromkeys(worker for route in routes for worker in route.workers):
+        if not worker.is_live:
+            yield f"{worker}: {worker.why_not}"
+        elif worker.is_stopping:
+            yield f"{worker}: it is stopping and takes no new request"
+    for route in routes:
+        if route.needs_probe:
+            yield f"{route}: {route.why_not}"

@@ -17,6 +17,7 @@ from pd_common.generation import ChatMessage, ClientRequest
 from pd_common.telemetry import spans
 from pd_common.types import BootstrapAddress
 from services.router.backend import Backend
+from services.router.open_requests import OpenRequests
 
 _FOR_ROUTERS = "Submit and StreamOutputs are what a router calls on prefill and decode; call Generate here"
 
@@ -24,8 +25,9 @@ _FOR_ROUTERS = "Submit and StreamOutputs are what a router calls on prefill and 
 class RouterGenerationServicer(generation_pb2_grpc.GenerationServicer):
     """The same backend as the HTTP front's."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, requests: OpenRequests) -> None:
         self._backend = backend
+        self._requests = requests
 
     async def GetModel(self, request: generation_pb2.GetModelRequest, context: Call) -> generation_pb2.GetModelResponse:
         return convert_generation.model_to(await self._backend.model())
@@ -55,9 +57,10 @@ class RouterGenerationServicer(generation_pb2_grpc.GenerationServicer):
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         # The call's own task: what is attached here ends with it.
         otel_context.attach(spans.arrived(propagate.extract(dict(context.invocation_metadata() or ()))))
-        async with aclosing(self._backend.generate(await self._client_request(request, context))) as outputs:
-            async for output in outputs:
-                yield generation_pb2.GenerateResponse(output=convert_generation.output_to(output))
+        with self._requests.one():
+            async with aclosing(self._backend.generate(await self._client_request(request, context))) as outputs:
+                async for output in outputs:
+                    yield generation_pb2.GenerateResponse(output=convert_generation.output_to(output))
 
     async def _client_request(self, message: generation_pb2.GenerateRequest, context: Call) -> ClientRequest:
         match message.WhichOneof("prompt"):

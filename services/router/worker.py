@@ -30,7 +30,7 @@ class Worker:
     """Live while its output stream stands and beats.
 
     When it breaks every room that has not had its last output gets one with the error, and the stream is opened again.
-    `changed` is set whenever it comes or goes.
+    `changed` is set whenever it comes or goes, and when it begins to stop.
     """
 
     def __init__(self, role: Role, address: BootstrapAddress, changed: asyncio.Event, dial: Dial) -> None:
@@ -46,11 +46,17 @@ class Worker:
         self._client = GenerationClient(self._connection)
         self._subscriber: str | None = None
         self._sinks: dict[BootstrapRoom, Sink] = {}
+        self._was_to_end = False
 
     @property
     def is_live(self) -> bool:
         """Its output stream stands."""
         return self._subscriber is not None
+
+    @property
+    def is_stopping(self) -> bool:
+        """It is live, and takes no new request."""
+        return self.load is not None and self.load.stopping
 
     @property
     def life(self) -> str | None:
@@ -142,7 +148,11 @@ class Worker:
                     self._hand_over(output)
 
     def _note_load(self, load: Load) -> None:
+        is_news = load.stopping and not self.is_stopping
         self.load = load
+        if is_news:
+            _log.info("%s is stopping: it gets no new requests", self)
+            self.changed.set()
 
     def _hand_over(self, output: Output) -> None:
         """After its last output a room does not need this worker: what prefill has handed off survives its end."""
@@ -156,14 +166,20 @@ class Worker:
     def _lost(self, error: PdError) -> None:
         why_not = self._reason(error)
         if self.is_live:
-            _log.warning("%s is lost: %s", self, why_not)
+            self._was_to_end = self.is_stopping
+            _log.log(self._severity, "%s is lost: %s", self, why_not)
         elif why_not != self.why_not:  # said once, not at every attempt
-            _log.warning("%s cannot be reached, trying again: %s", self, why_not)
+            _log.log(self._severity, "%s cannot be reached, trying again: %s", self, why_not)
         self._subscriber, self.load, self.why_not = None, None, why_not
         self.changed.set()
         lost = PeerLost(f"{self} is gone: {why_not}", peer=self.address.target)
         for room, sink in tuple(self._sinks.items()):
             sink(Output(room, error=lost))
+
+    @property
+    def _severity(self) -> int:
+        """Of its absence: nobody has to look into that of one that has said it."""
+        return logging.INFO if self._was_to_end else logging.WARNING
 
     def _reason(self, error: PdError) -> str:
         """Without the address that failed calls begin with: whoever says this says the address as well."""

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -94,8 +93,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_help_says_of_a_command_is_what_the_command_says(name: str) -> None:
-    command = getattr(import_module(COMMANDS[name].module), name)
-    assert isinstance(command, click.Command)
+    command = COMMANDS[name].load(name)
     assert command.get_short_help_str(limit=200) == COMMANDS[name].help
     assert main.get_command(click.Context(main), name) is command
 

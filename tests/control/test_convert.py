@@ -107,6 +107,7 @@ loads = st.builds(
     pages_total=uint32,
     pages_available=uint32,
     least_priority=st.integers(-(2**31), 2**31 - 1),
+    stopping=st.booleans(),
 )
 alternatives = st.builds(TokenLogprob, uint32, double, text=text)
 logprobs = st.builds(TokenLogprob, uint32, double, tuples(alternatives), text)

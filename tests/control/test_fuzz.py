@@ -27,6 +27,7 @@ from pd_common.errors import Reason, RoomAborted
 from pd_common.telemetry.tracing import Tracing
 from pd_common.types import Role
 from services.router.dispatch import Dispatcher
+from services.router.open_requests import OpenRequests
 from services.router.policy import LeastLoaded
 from services.router.servicer import RouterGenerationServicer
 from services.router.worker import Worker
@@ -123,7 +124,7 @@ class Attacked:
         self._control = ControlServer(
             [
                 server.abort(AbortServicer(self._dispatcher)),
-                server.generation(RouterGenerationServicer(self._dispatcher)),
+                server.generation(RouterGenerationServicer(self._dispatcher, OpenRequests())),
             ]
         )
         self._running = [asyncio.create_task(worker.run()) for worker in self._workers]

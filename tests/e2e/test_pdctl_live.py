@@ -108,6 +108,16 @@ async def test_a_served_room_is_listed_shown_and_traced(closed: Closed, generati
         assert stage in trace.out
 
 
+async def test_a_prompt_is_tried_and_every_process_is_ready(closed: Closed, generation: Any) -> None:
+    router = f"{LOOPBACK}:{closed.cluster.ports.grpc}"
+    tried = await closed.pdctl("try", "1 2 3 4 5 6 7 8 9", "--max-new-tokens", "4")
+    assert tried.code == 0, tried.err
+    for name, address in ("prefill", closed.prefill), ("decode ", closed.decode):
+        assert re.search(rf"^{name} {address}  success  [1-9]\d* pages?, ", tried.out, re.MULTILINE), tried.out
+    asked = await asyncio.gather(*(closed.pdctl("health", each) for each in (router, closed.prefill, closed.decode)))
+    assert asked == [Ended("SERVING\n", "", 0)] * 3
+
+
 async def test_a_person_sees_the_topology_and_what_is_not_for_persons(closed: Closed, generation: Any) -> None:
     ended = await closed.pdctl("topology")
     assert ended.code == 0, ended.err

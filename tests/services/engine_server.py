@@ -128,7 +128,9 @@ class Cluster:
         ]
         self.decodes = [Worker(Role.DECODE, engine.address, self.changed, dial_plain) for engine in self.decode_servers]
         self.workers = [*self.prefills, *self.decodes]
-        self.policy = LeastLoaded(self.prefills, self.decodes, self._min_prompt_tokens)
+        self.policy = LeastLoaded(
+            self.prefills, self.decodes, self._min_prompt_tokens, disaggregated=bool(self.prefills)
+        )
         self._runs = [asyncio.create_task(worker.run()) for worker in self.workers]
         for worker in self.workers:
             await until_live(worker, self.changed)

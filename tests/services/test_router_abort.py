@@ -17,6 +17,7 @@ from pd_common.handoff.state import TransferState
 from pd_common.types import BootstrapRoom, Instance
 from services.router import rooms
 from services.router.dispatch import Dispatcher
+from services.router.open_requests import OpenRequests
 from services.router.servicer import RouterGenerationServicer
 from tests.control.serving import serving, typed
 from tests.services.engine_server import Cluster, EngineServer, ending, piece, soon
@@ -65,7 +66,8 @@ class Gate:
 
 @pytest.fixture
 async def client(dispatcher: Dispatcher) -> AsyncIterator[Client]:
-    fronts = (server.abort(AbortServicer(dispatcher)), server.generation(RouterGenerationServicer(dispatcher)))
+    generation = RouterGenerationServicer(dispatcher, OpenRequests())
+    fronts = (server.abort(AbortServicer(dispatcher)), server.generation(generation))
     async with serving(*fronts) as connection:
         yield Client(connection)
 

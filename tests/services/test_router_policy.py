@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +41,10 @@ class FakeWorker:
     bootstrap = address
 
     @property
+    def is_stopping(self) -> bool:
+        return self.load is not None and self.load.stopping
+
+    @property
     def is_live(self) -> bool:
         return self.life is not None
 
@@ -53,7 +58,9 @@ class FakeWorker:
 def policy_of(prefills: Sequence[FakeWorker], decodes: Sequence[FakeWorker], min_prompt_tokens: int = 0) -> LeastLoaded:
     """All routes are proven."""
     workers: list[Any] = [*prefills, *decodes]
-    policy = LeastLoaded(workers[: len(prefills)], workers[len(prefills) :], min_prompt_tokens)
+    policy = LeastLoaded(
+        workers[: len(prefills)], workers[len(prefills) :], min_prompt_tokens, disaggregated=bool(prefills)
+    )
     for route in policy.routes:
         assert route.lives is not None
         route.note_probe(route.lives, None)
@@ -218,6 +225,7 @@ loads = st.none() | st.builds(
     pages_total=st.just(8),
     pages_available=st.integers(0, 8),
     least_priority=st.integers(-1, 1),
+    stopping=st.booleans(),
 )
 
 
@@ -228,17 +236,71 @@ def test_a_choice_holds_every_route_that_would_not_refuse_and_no_other(
     prefills = [FakeWorker(f"p{number}", load) for number, load in enumerate(of_prefills)]
     decodes = [FakeWorker(f"d{number}", load) for number, load in enumerate(of_decodes)]
     policy = policy_of(prefills, decodes)
-    expected = {
-        f"{prefill}+{decode}"
-        for prefill in prefills
-        for decode in decodes
-        if not any(load is not None and load.refuses(0) for load in (prefill.load, decode.load))
-    }
-    if not expected:
+    lasting = [route for route in policy.routes if not any(load.stopping for load in loads_of(route))]
+    expected = names([route for route in lasting if not any(load.refuses(0) for load in loads_of(route))])
+    if not lasting:
+        with pytest.raises(NoWorkers, match="it is stopping and takes no new request"):
+            policy.choose(request(tokens))
+        assert not policy.is_ready
+    elif not expected:
         with pytest.raises(CapacityExceeded) as raised:
             policy.choose(request(tokens))
         assert 1 <= int(raised.value.metadata["retry_after_s"]) <= 60
-        return
-    found = names(policy.choose(request(tokens)).routes)
-    assert len(found) == len(expected)
-    assert set(found) == expected
+    else:
+        assert sorted(names(policy.choose(request(tokens)).routes)) == sorted(expected)
+
+
+def loads_of(route: Route) -> list[Load]:
+    return [worker.load for worker in route.workers if worker.load is not None]
+
+
+# --- workers that come and go ---
+
+
+def test_what_is_known_of_a_route_is_kept_as_long_as_its_workers_stay() -> None:
+    p, d, e = FakeWorker("p"), FakeWorker("d"), FakeWorker("e")
+    policy = policy_of([p], [d], MIN_PROMPT)
+    workers: list[Any] = [p, d, e]
+    before = policy.routes
+    policy.use(workers[:1], workers[1:])
+    assert [route for route in policy.routes if route.is_proven] == list(before)
+    assert names(policy.routes) == ["p+d", "p+e", "d", "e"]
+    policy.use(workers[:1], workers[2:])
+    assert not policy.is_ready
+    policy.use(workers[:1], workers[1:2])
+    assert not policy.is_ready, "it was forgotten meanwhile"
+
+
+@pytest.mark.parametrize(
+    ("prefills", "decodes", "why"),
+    [
+        ("", "d", "no prefill is known; dns+p:1 stands for no address"),
+        ("p", "", "no decode is known; dns+p:1 stands for no address"),
+        ("", "", "no prefill is known; no decode is known; dns+p:1 stands for no address"),
+    ],
+)
+def test_where_a_role_has_nobody_at_the_moment_a_request_has_no_workers(prefills: str, decodes: str, why: str) -> None:
+    named: list[list[Any]] = [[FakeWorker(name) for name in of_role] for of_role in (prefills, decodes)]
+    policy = LeastLoaded()
+    policy.use(named[0], named[1], ["dns+p:1 stands for no address"])
+    assert (policy.is_ready, policy.why_not_ready()) == (False, why)
+    with pytest.raises(NoWorkers, match=f"no usable pair: {re.escape(why)}"):
+        policy.choose(request(1000))
+
+
+def test_that_prefills_are_missing_at_the_moment_sends_only_short_prompts_to_a_decode_alone() -> None:
+    decodes: list[Any] = [FakeWorker("d")]
+    policy = LeastLoaded([], decodes, MIN_PROMPT)
+    (alone,) = policy.routes
+    alone.note_probe(alone.lives or (), None)
+    assert names(policy.choose(request(MIN_PROMPT - 1)).routes) == ["d"]
+    assert not policy.is_ready
+    with pytest.raises(NoWorkers, match="no usable pair: no prefill is known"):
+        policy.choose(request(MIN_PROMPT))
+
+
+def test_a_router_for_decodes_alone_does_not_miss_prefills() -> None:
+    policy = LeastLoaded(disaggregated=False)
+    assert policy.why_not_ready() == "no decode is known"
+    with pytest.raises(NoWorkers, match="no usable decode: no decode is known"):
+        policy.choose(request())

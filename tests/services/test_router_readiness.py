@@ -17,7 +17,16 @@ from pd_common.control.generation_servicer import EngineGenerationServicer
 from pd_common.control.outputs import OutputHub
 from pd_common.control.rooms import Call
 from pd_common.control.server import ControlServer
-from pd_common.errors import CapacityExceeded, InvalidRequest, NoWorkers, PdError, PeerLost, TransferFailed
+from pd_common.errors import (
+    CapacityExceeded,
+    InvalidRequest,
+    LayoutMismatch,
+    NoWorkers,
+    PdError,
+    PeerLost,
+    TopologyIncomplete,
+    TransferFailed,
+)
 from pd_common.generation import ClientRequest, Output, SamplingParams
 from pd_common.telemetry.tracing import Tracing
 from pd_common.types import BootstrapAddress, BootstrapRoom, Role
@@ -187,6 +196,21 @@ async def test_without_workers_the_error_says_what_is_the_matter_with_each() -> 
         await worker.stop()
 
 
+async def test_a_request_goes_elsewhere_where_a_rank_beside_its_prefill_is_missing(make: Make) -> None:
+    router = await make(2, 1)
+    router.cluster.prove_all()
+    (decode,), lacking = router.cluster.decode_servers, picked(router.policy)
+    answer = asyncio.create_task(_all_of(router, REQUEST))
+    first = await decode.next_request()
+    decode.publish(failed(first.room, TopologyIncomplete("1 of 2 ranks have registered")))
+    second = await decode.next_request()
+    assert (second.room, second.bootstrap) != (first.room, first.bootstrap)
+    decode.publish(ending(second.room))
+    assert await soon(answer) == [ending(second.room)]
+    assert lacking.is_doubted
+    assert picked(router.policy) is not lacking
+
+
 # --- Prober ---
 
 
@@ -294,6 +318,26 @@ async def test_a_probe_that_fails_says_why_and_is_tried_again(make: Make) -> Non
     decode.publish(ending(second.room))
     assert await router.next_health() is True
     assert router.dispatcher.not_ready_reason() == ""
+
+
+async def test_a_pair_that_does_not_fit_together_is_left_alone_until_something_changes(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "_FIRST_AGAIN_S", 0.0)
+    monkeypatch.setattr(probes, "_LAST_AGAIN_S", 0.0)
+    router = await make(1, 1)
+    (decode,) = router.cluster.decode_servers
+    router.probe()
+    unlike = LayoutMismatch("page_size differs")
+    decode.publish(failed((await decode.next_request()).room, unlike))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(_any_request([decode]), 0.1)
+    router.cluster.changed.set()
+    decode.publish(failed((await decode.next_request()).room, unlike))
+    monkeypatch.setattr(probes, "_UNLIKE_AGAIN_S", 0.0)
+    router.cluster.changed.set()
+    decode.publish(failed((await decode.next_request()).room, unlike))
+    await decode.next_request()  # nothing has changed, and time has passed
 
 
 async def test_a_worker_that_came_back_is_not_described_by_its_old_trouble(make: Make) -> None:

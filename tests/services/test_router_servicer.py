@@ -15,6 +15,7 @@ from pd_common.control.generation_client import GenerationClient
 from pd_common.errors import InvalidRequest, NoWorkers
 from pd_common.generation import ChatMessage, ClientRequest, SamplingParams
 from pd_common.types import BootstrapAddress, BootstrapRoom
+from services.router.open_requests import OpenRequests
 from services.router.servicer import RouterGenerationServicer
 from tests.control.serving import serving, typed
 from tests.router.scripted_backend import HELLO, MODEL, ROOM, ScriptedBackend
@@ -29,7 +30,7 @@ async def backend() -> ScriptedBackend:
 
 @pytest.fixture
 async def connection(backend: ScriptedBackend) -> AsyncIterator[Connection]:
-    async with serving(server.generation(RouterGenerationServicer(backend))) as connection:
+    async with serving(server.generation(RouterGenerationServicer(backend, OpenRequests()))) as connection:
         yield connection
 
 

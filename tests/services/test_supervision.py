@@ -39,8 +39,13 @@ from tests.tiny_models import tiny_model
 ENGINE = ["scheduler", "reaper", "engine", "data plane", "rooms", "metrics"]
 PREFILL = [*ENGINE, "lease"]
 DECODE = [*ENGINE, "pairings", "proofs"]
-ROUTER = ["prober", "probes", "rooms", "http", "metrics", "stream of prefill", "stream of decode"]
-SERVERS = {"HTTP server (http_port)": "http", "HTTP server (metrics_port)": "metrics"}
+ROUTER = ["prober", "probes", "rooms", "http", "metrics", "workers"]
+OF_OTHERS = {
+    "HTTP server (http_port)": "http",
+    "HTTP server (metrics_port)": "metrics",
+    "stream of prefill": "streams died: stream of prefill",
+    "stream of decode": "streams died: stream of decode",
+}
 """Tasks of tasks: who watches them dies of their death."""
 
 
@@ -192,7 +197,7 @@ async def test_a_thread_of_an_engine_process_that_dies_ends_it(
         await assert_ends(served, name)
 
 
-@pytest.mark.parametrize(("task", "name"), [*((name, name) for name in ROUTER), *SERVERS.items()])
+@pytest.mark.parametrize(("task", "name"), [*((name, name) for name in ROUTER), *OF_OTHERS.items()])
 async def test_a_task_of_the_router_that_dies_ends_it(task: str, name: str) -> None:
     async with router_process() as served:
         live = Watcher(served.connection, LIVENESS)

@@ -72,7 +72,7 @@ def no_route(system: System) -> Finding | None:
         tuple(f"router {router}: {_name(route)}: {route.trouble}" for router, route in told),
         "A router uses a route only after a real room has gone through it since its workers came up.",
         (
-            "what the probe has met is said above, and in the router's log; it is tried again every 2 s",
+            "what the probe has met is said above, and in the router's log; it is tried again",
             "pdctl topology    # who is connected, paired and registered",
         ),
     )

@@ -217,7 +217,7 @@ class StreamOutputsResponse(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("requests_queued", "max_queued_requests", "oldest_wait", "requests_running", "pages_total", "pages_available", "least_priority")
+    __slots__ = ("requests_queued", "max_queued_requests", "oldest_wait", "requests_running", "pages_total", "pages_available", "least_priority", "stopping")
     REQUESTS_QUEUED_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     OLDEST_WAIT_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +225,7 @@ class Load(_message.Message):
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
     LEAST_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    STOPPING_FIELD_NUMBER: _ClassVar[int]
     requests_queued: int
     max_queued_requests: int
     oldest_wait: _duration_pb2.Duration
@@ -232,4 +233,5 @@ class Load(_message.Message):
     pages_total: int
     pages_available: int
     least_priority: int
-    def __init__(self, requests_queued: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., oldest_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., requests_running: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_available: _Optional[int] = ..., least_priority: _Optional[int] = ...) -> None: ...
+    stopping: bool
+    def __init__(self, requests_queued: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., oldest_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., requests_running: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_available: _Optional[int] = ..., least_priority: _Optional[int] = ..., stopping: _Optional[bool] = ...) -> None: ...
