@@ -38,6 +38,7 @@ test-chaos: $(VENV)/.ready-dev ## faults by the hundred: kills, stops and restar
 
 test-cluster: $(VENV)/.ready-dev ## the chart on a real Kubernetes, built for it the first time: root on Debian 12; takes minutes
 	@$(BIN)/python -m tests.cluster.build
+	@$(BIN)/python -m tests.cluster.image
 	@$(BIN)/python -m pytest -m cluster -rs tests/cluster
 
 bench: $(VENV)/.ready ## how fast pages move between two processes of this machine, and what a room costs the control plane
@@ -47,11 +48,12 @@ bench: $(VENV)/.ready ## how fast pages move between two processes of this machi
 bench-serve: $(VENV)/.ready ## a pair beside one engine alone on the same two cores: how fast requests are answered; a quarter of an hour
 	@$(BIN)/pdctl bench compare
 
-lint: $(VENV)/.ready-dev ## style, types, layers, protos
+lint: $(VENV)/.ready-dev ## style, types, layers, the Dockerfile, protos
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/hadolint deploy/docker/Dockerfile
 	@$(BIN)/python proto/generate.py --image build/pd.binpb && $(BIN)/buf lint build/pd.binpb --config proto/buf.yaml
 
 proto: $(VENV)/.ready-dev ## regenerate the stubs beside the protos
