@@ -50,6 +50,9 @@
 {{- if not (or $values.gpu.enabled (hasKey .options "threads")) }}
 - {name: PD_THREADS, valueFrom: {resourceFieldRef: {containerName: {{ .role }}, resource: limits.cpu}}}
 {{- end }}
+{{- if not (or $values.rdma.enabled $values.gpu.enabled (hasKey .options "ucx-library")) }}
+- {name: PD_UCX_LIBRARY, value: wheel}  # the newer of the image's two, without verbs
+{{- end }}
 {{- if and (eq .role "prefill") (gt (int $values.prefill.ranks) 1) }}
 - {name: PD_DP_SIZE, value: {{ $values.prefill.ranks | quote }}}
 - {name: PD_DP_RANK, valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}}
