@@ -10,7 +10,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from tests.cluster.image import DOCKERFILE, ROOT
-from tests.deploy.test_rendered_options import from_environment, parsed
+from tests.deploy.programs import from_environment, parsed
 
 FOLDER = DOCKERFILE.parent
 COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text())
