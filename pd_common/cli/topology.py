@@ -150,9 +150,12 @@ def _odd(cluster: ClusterView) -> Iterator[Text]:
             yield Text(f"directory at {view.address}: {view.topology_trouble.message}", "yellow")
     for view, process in said:
         for worker in process.workers:
+            whom = f"{ROLE_OF.get(worker.role)} {worker.control_address}"
             if not worker.live:
-                lost = f"{ROLE_OF.get(worker.role)} {worker.control_address}"
-                yield Text(f"{_name(view)} has lost {lost}: {worker.trouble}", "red")
+                yield Text(f"{_name(view)} has lost {whom}: {worker.trouble}", "red")
+            elif worker.stopping:
+                rooms = render.count(worker.open_rooms, "room")
+                yield Text(f"{whom} is stopping: {_name(view)} sends it nothing new, and waits for {rooms}", "yellow")
 
 
 def _name(view: ProcessView) -> str:

@@ -30,6 +30,7 @@ def _worker_to(worker: Worker) -> inspection_pb2.Worker:
         live=worker.is_live,
         trouble="" if worker.is_live else worker.why_not,
         open_rooms=worker.open_rooms,
+        stopping=worker.is_stopping,
     )
     if worker.load is not None:
         load = worker.load

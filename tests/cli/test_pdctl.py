@@ -201,6 +201,14 @@ async def test_topology_says_what_differs(system: ScriptedSystem, inspector: Ins
     assert f"page_size differs: prefill {system.prefill.address} has 16, prefill {other.address} has 64" in lines
 
 
+async def test_topology_says_who_is_stopping(system: ScriptedSystem, inspector: Inspector) -> None:
+    [_, decode] = system.router.described.workers
+    decode.stopping, decode.open_rooms = True, 2
+    lines = drawn_by(topology_command.show, await inspector.cluster(), 300)
+    sender = f"router {system.router.address} sends it nothing new, and waits for 2 rooms"
+    assert f"decode {system.decode.address} is stopping: {sender}" in lines
+
+
 # --- what programs read ---
 
 

@@ -200,6 +200,7 @@ async def test_a_process_that_does_not_answer_is_shown_so_and_the_others_as_ever
     assert prefill["pool"]["pages"] == {"total": 10, "used": 4, "cached": 2, "free": 3, "quarantined": 1}
     assert decode["trouble"]["reason"] == "PEER_LOST"
     assert (decode["worker"]["live"], decode["worker"]["trouble"]) == (False, "no beat for 2.5 s")
+    assert decode["worker"]["stopping"] is False
     assert told["routes"] == [
         {"prefill": "prefill:1", "decode": "decode:1", "proven": False, "trouble": "not proven yet"}
     ]

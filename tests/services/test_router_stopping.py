@@ -23,6 +23,7 @@ from pd_common.errors import (
 from pd_common.generation import ChatMessage, ClientRequest, GenerationRequest, Load, Output, SamplingParams
 from pd_common.telemetry.tracing import Tracing
 from pd_common.types import BootstrapRoom
+from services.router.describe import describe
 from services.router.dispatch import Dispatcher
 from services.router.worker import Worker
 from tests.control.fake_rooms import IDLE, MODEL
@@ -119,6 +120,8 @@ async def test_where_all_are_stopping_the_router_is_not_ready_and_says_of_whom(m
     (stopping,) = router.prefills if role == "prefill" else router.decodes
     await router.says_it_stops(stopping)
     assert not router.dispatcher.is_ready
+    shown = describe(router.dispatcher, router.cluster.policy).workers
+    assert [worker.control_address for worker in shown if worker.stopping] == [stopping.address.target]
     said = f"{role} {stopping.address.target}: it is stopping and takes no new request"
     assert router.dispatcher.not_ready_reason() == said
     with pytest.raises(NoWorkers, match=f"no usable pair: {said}"):

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from pd.v1 import types_pb2 as pd_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pd/v1/inspection.proto\x12\x05pd.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x11pd/v1/types.proto\"\x13\n\x11GetProcessRequest\"\xf1\x01\n\x06Worker\x12\x19\n\x04role\x18\x01 \x01(\x0e\x32\x0b.pd.v1.Role\x12\x17\n\x0f\x63ontrol_address\x18\x02 \x01(\t\x12\x0c\n\x04live\x18\x03 \x01(\x08\x12\x0f\n\x07trouble\x18\x04 \x01(\t\x12\x12\n\nopen_rooms\x18\x05 \x01(\r\x12\x0e\n\x06queued\x18\x06 \x01(\r\x12\x12\n\nmax_queued\x18\x07 \x01(\r\x12.\n\x0boldest_wait\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0fpages_available\x18\t \x01(\r\x12\x13\n\x0bpages_total\x18\n \x01(\r\"Y\n\x05Route\x12\x17\n\x0fprefill_address\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12\x0e\n\x06proven\x18\x03 \x01(\x08\x12\x0f\n\x07trouble\x18\x04 \x01(\t\"\xf6\x01\n\x12GetProcessResponse\x12!\n\x08instance\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x19\n\x04role\x18\x02 \x01(\x0e\x32\x0b.pd.v1.Role\x12\x18\n\x10software_version\x18\x03 \x01(\t\x12\'\n\x03now\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05model\x18\x05 \x01(\t\x12\x1e\n\x07workers\x18\x06 \x03(\x0b\x32\r.pd.v1.Worker\x12\x1c\n\x06routes\x18\x07 \x03(\x0b\x32\x0c.pd.v1.Route\x12\x12\n\nopen_rooms\x18\x08 \x01(\r\")\n\x0fGetSpansRequest\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\"\xdd\x01\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x05start\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\'\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\nattributes\x18\x04 \x03(\x0b\x32\x1b.pd.v1.Span.AttributesEntry\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"U\n\tRoomSpans\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x19\n\x04root\x18\x02 \x01(\x0b\x32\x0b.pd.v1.Span\x12\x1b\n\x06stages\x18\x03 \x03(\x0b\x32\x0b.pd.v1.Span\"2\n\x10GetSpansResponse\x12\x1e\n\x04legs\x18\x01 \x03(\x0b\x32\x10.pd.v1.RoomSpans2\x8c\x01\n\nInspection\x12\x41\n\nGetProcess\x12\x18.pd.v1.GetProcessRequest\x1a\x19.pd.v1.GetProcessResponse\x12;\n\x08GetSpans\x12\x16.pd.v1.GetSpansRequest\x1a\x17.pd.v1.GetSpansResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pd/v1/inspection.proto\x12\x05pd.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x11pd/v1/types.proto\"\x13\n\x11GetProcessRequest\"\x83\x02\n\x06Worker\x12\x19\n\x04role\x18\x01 \x01(\x0e\x32\x0b.pd.v1.Role\x12\x17\n\x0f\x63ontrol_address\x18\x02 \x01(\t\x12\x0c\n\x04live\x18\x03 \x01(\x08\x12\x0f\n\x07trouble\x18\x04 \x01(\t\x12\x12\n\nopen_rooms\x18\x05 \x01(\r\x12\x0e\n\x06queued\x18\x06 \x01(\r\x12\x12\n\nmax_queued\x18\x07 \x01(\r\x12.\n\x0boldest_wait\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0fpages_available\x18\t \x01(\r\x12\x13\n\x0bpages_total\x18\n \x01(\r\x12\x10\n\x08stopping\x18\x0b \x01(\x08\"Y\n\x05Route\x12\x17\n\x0fprefill_address\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12\x0e\n\x06proven\x18\x03 \x01(\x08\x12\x0f\n\x07trouble\x18\x04 \x01(\t\"\xf6\x01\n\x12GetProcessResponse\x12!\n\x08instance\x18\x01 \x01(\x0b\x32\x0f.pd.v1.Instance\x12\x19\n\x04role\x18\x02 \x01(\x0e\x32\x0b.pd.v1.Role\x12\x18\n\x10software_version\x18\x03 \x01(\t\x12\'\n\x03now\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05model\x18\x05 \x01(\t\x12\x1e\n\x07workers\x18\x06 \x03(\x0b\x32\r.pd.v1.Worker\x12\x1c\n\x06routes\x18\x07 \x03(\x0b\x32\x0c.pd.v1.Route\x12\x12\n\nopen_rooms\x18\x08 \x01(\r\")\n\x0fGetSpansRequest\x12\x16\n\x0e\x62ootstrap_room\x18\x01 \x01(\x04\"\xdd\x01\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x05start\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\'\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\nattributes\x18\x04 \x03(\x0b\x32\x1b.pd.v1.Span.AttributesEntry\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"U\n\tRoomSpans\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x19\n\x04root\x18\x02 \x01(\x0b\x32\x0b.pd.v1.Span\x12\x1b\n\x06stages\x18\x03 \x03(\x0b\x32\x0b.pd.v1.Span\"2\n\x10GetSpansResponse\x12\x1e\n\x04legs\x18\x01 \x03(\x0b\x32\x10.pd.v1.RoomSpans2\x8c\x01\n\nInspection\x12\x41\n\nGetProcess\x12\x18.pd.v1.GetProcessRequest\x1a\x19.pd.v1.GetProcessResponse\x12;\n\x08GetSpans\x12\x16.pd.v1.GetSpansRequest\x1a\x17.pd.v1.GetSpansResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,21 +39,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETPROCESSREQUEST']._serialized_start=117
   _globals['_GETPROCESSREQUEST']._serialized_end=136
   _globals['_WORKER']._serialized_start=139
-  _globals['_WORKER']._serialized_end=380
-  _globals['_ROUTE']._serialized_start=382
-  _globals['_ROUTE']._serialized_end=471
-  _globals['_GETPROCESSRESPONSE']._serialized_start=474
-  _globals['_GETPROCESSRESPONSE']._serialized_end=720
-  _globals['_GETSPANSREQUEST']._serialized_start=722
-  _globals['_GETSPANSREQUEST']._serialized_end=763
-  _globals['_SPAN']._serialized_start=766
-  _globals['_SPAN']._serialized_end=987
-  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_start=938
-  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_end=987
-  _globals['_ROOMSPANS']._serialized_start=989
-  _globals['_ROOMSPANS']._serialized_end=1074
-  _globals['_GETSPANSRESPONSE']._serialized_start=1076
-  _globals['_GETSPANSRESPONSE']._serialized_end=1126
-  _globals['_INSPECTION']._serialized_start=1129
-  _globals['_INSPECTION']._serialized_end=1269
+  _globals['_WORKER']._serialized_end=398
+  _globals['_ROUTE']._serialized_start=400
+  _globals['_ROUTE']._serialized_end=489
+  _globals['_GETPROCESSRESPONSE']._serialized_start=492
+  _globals['_GETPROCESSRESPONSE']._serialized_end=738
+  _globals['_GETSPANSREQUEST']._serialized_start=740
+  _globals['_GETSPANSREQUEST']._serialized_end=781
+  _globals['_SPAN']._serialized_start=784
+  _globals['_SPAN']._serialized_end=1005
+  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_start=956
+  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_end=1005
+  _globals['_ROOMSPANS']._serialized_start=1007
+  _globals['_ROOMSPANS']._serialized_end=1092
+  _globals['_GETSPANSRESPONSE']._serialized_start=1094
+  _globals['_GETSPANSRESPONSE']._serialized_end=1144
+  _globals['_INSPECTION']._serialized_start=1147
+  _globals['_INSPECTION']._serialized_end=1287
 # @@protoc_insertion_point(module_scope)

@@ -16,7 +16,7 @@ class GetProcessRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("role", "control_address", "live", "trouble", "open_rooms", "queued", "max_queued", "oldest_wait", "pages_available", "pages_total")
+    __slots__ = ("role", "control_address", "live", "trouble", "open_rooms", "queued", "max_queued", "oldest_wait", "pages_available", "pages_total", "stopping")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class Worker(_message.Message):
     OLDEST_WAIT_FIELD_NUMBER: _ClassVar[int]
     PAGES_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    STOPPING_FIELD_NUMBER: _ClassVar[int]
     role: _types_pb2.Role
     control_address: str
     live: bool
@@ -37,7 +38,8 @@ class Worker(_message.Message):
     oldest_wait: _duration_pb2.Duration
     pages_available: int
     pages_total: int
-    def __init__(self, role: _Optional[_Union[_types_pb2.Role, str]] = ..., control_address: _Optional[str] = ..., live: _Optional[bool] = ..., trouble: _Optional[str] = ..., open_rooms: _Optional[int] = ..., queued: _Optional[int] = ..., max_queued: _Optional[int] = ..., oldest_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pages_available: _Optional[int] = ..., pages_total: _Optional[int] = ...) -> None: ...
+    stopping: bool
+    def __init__(self, role: _Optional[_Union[_types_pb2.Role, str]] = ..., control_address: _Optional[str] = ..., live: _Optional[bool] = ..., trouble: _Optional[str] = ..., open_rooms: _Optional[int] = ..., queued: _Optional[int] = ..., max_queued: _Optional[int] = ..., oldest_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pages_available: _Optional[int] = ..., pages_total: _Optional[int] = ..., stopping: _Optional[bool] = ...) -> None: ...
 
 class Route(_message.Message):
     __slots__ = ("prefill_address", "decode_address", "proven", "trouble")

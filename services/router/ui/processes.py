@@ -64,6 +64,7 @@ def _life_to(view: ProcessView, process: inspection_pb2.GetProcessResponse) -> J
 def _worker_to(worker: inspection_pb2.Worker) -> Json:
     return {
         "live": worker.live,
+        "stopping": worker.stopping,
         "trouble": worker.trouble or None,
         "open_rooms": worker.open_rooms,
         "queued": worker.queued,

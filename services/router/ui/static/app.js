@@ -121,7 +121,7 @@ function fillProcess(cell, each) {
 function fillHealth(cell, { address, trouble, worker }) {
   const lost = worker && !worker.live ? worker.trouble : null;
   const why = trouble ? `does not answer: ${trouble.message.replace(`${address}: `, "")}` : lost && `lost: ${lost}`;
-  fillWord(cell, "up", why);
+  fillWord(cell, "up", why || (worker?.stopping ? "stopping: gets nothing new" : null));
 }
 
 function fillProof(cell, { proven, trouble }) {
