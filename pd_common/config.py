@@ -204,39 +204,6 @@ class _Address(click.ParamType[BootstrapAddress]):
 
 ADDRESS = _Address()
 
-_DNS = "dns+"
-
-
-@dataclass(frozen=True, slots=True)
-class DnsName:
-    """A name, every address of which is one worker. They come and go as what the name stands for changes."""
-
-    host: str
-    port: int
-
-    @property
-    def target(self) -> str:
-        """As it is given."""
-        return f"{_DNS}{BootstrapAddress(self.host, self.port).target}"
-
-
-class _WorkerSource(click.ParamType[BootstrapAddress | DnsName]):
-    """HOST:PORT is one worker, dns+NAME:PORT as many as the name has addresses."""
-
-    name = "HOST:PORT"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> BootstrapAddress | DnsName:
-        if isinstance(value, DnsName):
-            return value
-        is_name = isinstance(value, str) and value.startswith(_DNS)
-        address = ADDRESS.convert(value.removeprefix(_DNS) if is_name else value, param, ctx)
-        return DnsName(address.host, address.port) if is_name else address
-
-
-WORKER_SOURCE = _WorkerSource()
-
 
 def model_options(command: _F) -> _F:
     """--model and what goes with it."""

@@ -44,7 +44,7 @@ Addresses, ports, certificates and log lines are no options here: the chart sets
 """
 FROM_CHART = {
     "threads": "CPU limit of the container, without `gpu.enabled`",
-    "ucx-library": "the image's",
+    "ucx-library": "`wheel`; with `rdma.enabled` or `gpu.enabled` the image's",
     "advertise-interface": "the pod's address",
 }
 """Options for which chart or image say something else than the process's own default."""

@@ -33,8 +33,9 @@ from services.router.open_requests import HttpDoor, OpenRequests
 from services.router.policy import LeastLoaded
 from services.router.probe import Prober
 from services.router.servicer import RouterGenerationServicer
+from services.router.sources import WORKER_SOURCE, Source
 from services.router.ui.api import ui_routes
-from services.router.workers import Source, Workers
+from services.router.workers import Workers
 
 
 @click.command(context_settings=config.CONTEXT)
@@ -42,7 +43,7 @@ from services.router.workers import Source, Workers
     "--prefill",
     "prefills",
     multiple=True,
-    type=config.WORKER_SOURCE,
+    type=WORKER_SOURCE,
     help="HOST:PORT of a prefill, or dns+NAME:PORT for one at each address that the name stands for at the time; may "
     "be repeated (PD_PREFILL: separated by blanks). Without one decode computes prompts too.",
     envvar="PD_PREFILL",
@@ -52,7 +53,7 @@ from services.router.workers import Source, Workers
     "decodes",
     required=True,
     multiple=True,
-    type=config.WORKER_SOURCE,
+    type=WORKER_SOURCE,
     help="HOST:PORT of a decode, or dns+NAME:PORT as with --prefill; may be repeated (PD_DECODE: separated by blanks).",
     envvar="PD_DECODE",
 )

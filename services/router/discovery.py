@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from pd_common.config import DnsName
 from pd_common.threads import CallThread
 from pd_common.types import BootstrapAddress
+from services.router.sources import DnsName
 
 _log = logging.getLogger(__name__)
 

@@ -35,6 +35,7 @@ async def drain(
     dispatcher.end_all(ShuttingDown("this router is stopping"))
     await asyncio.gather(http.stop(_LAST_WORDS_S), control.stop(_LAST_WORDS_S), closed, refusing)
     patience.cancel()
+    await asyncio.wait((patience,))
 
 
 async def _ended(work: _Work, patience: asyncio.Task[None]) -> None:
@@ -42,6 +43,7 @@ async def _ended(work: _Work, patience: asyncio.Task[None]) -> None:
     working = asyncio.create_task(work)
     await asyncio.wait((working, patience), return_when=asyncio.FIRST_COMPLETED)
     working.cancel()
+    await asyncio.wait((working,))
 
 
 async def _all_gone(closed: asyncio.Task[None], requests: OpenRequests) -> None:

@@ -8,18 +8,15 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from pd_common.aio import Tasks
-from pd_common.config import DnsName
 from pd_common.control.connection import Dial
 from pd_common.types import BootstrapAddress, Role
 from services.router import discovery
 from services.router.discovery import Lookup, Resolve, reconcile
 from services.router.policy import LeastLoaded
+from services.router.sources import DnsName, Source
 from services.router.worker import Worker
 
 _log = logging.getLogger(__name__)
-
-Source = BootstrapAddress | DnsName
-"""One address, or a name that stands for any number of them."""
 
 
 class Workers:

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.cluster.commands import checked
 from tests.cluster.debian import Apt
 from tests.deploy.tools import Unavailable, cache_folder
 
@@ -86,25 +86,11 @@ def _compile(source: Path) -> Path:
         "KUBE_GIT_TREE_STATE": "clean",
     }
     what = " ".join(f"cmd/{component}" for component in COMPONENTS)
-    _build(["make", f"WHAT={what}"], source, environment)
+    checked(["make", f"WHAT={what}"], source, environment)
     made = (source / "_output/bin").resolve()
     pause = ["gcc", "-Os", "-static", f"-DVERSION={VERSION}", "-o", str(made / "pause"), "build/pause/linux/pause.c"]
-    _build(pause, source, environment)
+    checked(pause, source, environment)
     return made
-
-
-def _build(command: list[str], source: Path, environment: dict[str, str]) -> None:
-    done = subprocess.run(
-        command,
-        cwd=source,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise Unavailable(f"Kubernetes does not build here: {' '.join(command)}: {done.stdout[-2000:]}")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
+from tests.cluster.commands import checked
 from tests.cluster.debian import Apt
 from tests.deploy.tools import Unavailable
 
@@ -48,15 +47,3 @@ def install(apt: Apt) -> None:
     if not (shutil.which("buildah") and shutil.which("debootstrap")):
         apt.update()
         apt.install(*PACKAGES)
-
-
-def checked(command: Sequence[str]) -> str:
-    """What a command prints.
-
-    Raises:
-        Unavailable: it fails.
-    """
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Unavailable(f"{' '.join(command)} failed: {(done.stdout + done.stderr)[-2000:]}")
-    return done.stdout

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
+from tests.cluster.commands import checked
 from tests.deploy.tools import Unavailable
 
 RELEASE = "bookworm"  # the last one whose source package of Kubernetes is all of Kubernetes
@@ -42,7 +42,7 @@ class Apt:
         debs.mkdir(exist_ok=True)
         self._run("download", "--quiet", *packages, cwd=debs)
         for deb in debs.glob("*.deb"):
-            subprocess.run(["dpkg-deb", "--extract", str(deb), str(folder)], check=True)
+            checked(["dpkg-deb", "--extract", str(deb), str(folder)])
         shutil.rmtree(debs)
 
     def source(self, folder: Path, package: str) -> None:
@@ -50,18 +50,7 @@ class Apt:
         self._run("source", "--quiet", package, cwd=folder)
 
     def _run(self, *arguments: str, cwd: Path | None = None) -> None:
-        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        done = subprocess.run(
-            ["apt-get", *self._options, *arguments],
-            cwd=cwd,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise Unavailable(f"apt-get {' '.join(arguments)} failed: {done.stderr.strip()}")
+        checked(["apt-get", *self._options, *arguments], cwd, os.environ | {"DEBIAN_FRONTEND": "noninteractive"})
 
 
 def _sources() -> str:
@@ -71,7 +60,7 @@ def _sources() -> str:
     place = "$(REPO_URI) $(RELEASE) $(COMPONENT)"
     both = f"--format=deb {place}\ndeb-src {place}"
     query = ["apt-get", "indextargets", both, "Created-By: Packages", "Origin: Debian"]
-    known = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    known = checked(query)
     if f" {RELEASE} " not in known:
         raise Unavailable(f"apt knows nothing of Debian {RELEASE} here (apt-get update?): the cluster is built from it")
     return known

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from tests.cluster.buildah import Buildah, checked, install
+from tests.cluster.buildah import Buildah, install
+from tests.cluster.commands import checked
 from tests.cluster.debian import Apt
 from tests.cluster.python_image import build_python_image
 from tests.deploy.tools import Unavailable, cache_folder

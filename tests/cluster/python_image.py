@@ -6,7 +6,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.cluster.buildah import Buildah, checked
+from tests.cluster.buildah import Buildah
+from tests.cluster.commands import checked
 from tests.deploy.tools import Unavailable
 
 STAND_IN = "localhost/python-stand-in"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from google.protobuf import duration_pb2
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pd.v1 import bootstrap_pb2, generation_pb2, types_pb2
 
@@ -38,9 +38,6 @@ from pd_common.types import (
     StateKind,
 )
 from tests.control.serving import DATA_PLANE, LAYOUT, make_request
-
-on_any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""How long an example takes says nothing here."""
 
 uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
@@ -125,28 +122,24 @@ directories = st.sampled_from([None, BootstrapAddress("prefill-0.svc", 8998), Bo
 models = st.builds(ModelInfo, text, uint32, uint32, uint32, uint32, st.booleans(), directories)
 
 
-@on_any_machine
 @given(layouts)
 def test_a_layout_survives_the_wire(layout: KvLayout) -> None:
     wire = convert.layout_to(layout).SerializeToString()
     assert convert.layout_from(types_pb2.KvLayout.FromString(wire)) == layout
 
 
-@on_any_machine
 @given(ranks)
 def test_a_rank_survives_the_wire(rank: RankInfo) -> None:
     wire = convert.rank_to(rank).SerializeToString()
     assert convert.rank_from(bootstrap_pb2.RankInfo.FromString(wire)) == rank
 
 
-@on_any_machine
 @given(samplings)
 def test_sampling_rules_survive_the_wire(sampling: SamplingParams) -> None:
     wire = convert_generation.sampling_to(sampling).SerializeToString()
     assert convert_generation.sampling_from(generation_pb2.SamplingParams.FromString(wire)) == sampling
 
 
-@on_any_machine
 @given(requests)
 def test_a_request_survives_the_wire(request: GenerationRequest) -> None:
     wire = convert_generation.request_to(request).SerializeToString()
@@ -156,7 +149,6 @@ def test_a_request_survives_the_wire(request: GenerationRequest) -> None:
     assert replace(got, timeout_s=request.timeout_s) == request
 
 
-@on_any_machine
 @given(pieces)
 def test_a_piece_of_an_answer_survives_the_wire(output: Output) -> None:
     wire = convert_generation.output_to(output).SerializeToString()
@@ -175,21 +167,18 @@ def test_a_failed_piece_carries_its_error(cls: type[PdError]) -> None:
     assert got.finish is None
 
 
-@on_any_machine
 @given(loads)
 def test_how_much_a_process_has_to_do_survives_the_wire(load: Load) -> None:
     wire = convert_generation.load_to(load).SerializeToString()
     assert convert_generation.load_from(generation_pb2.Load.FromString(wire)) == load
 
 
-@on_any_machine
 @given(models)
 def test_what_is_known_of_a_model_survives_the_wire(model: ModelInfo) -> None:
     wire = convert_generation.model_to(model).SerializeToString()
     assert convert_generation.model_from(generation_pb2.GetModelResponse.FromString(wire)) == model
 
 
-@on_any_machine
 @given(instances, st.builds(ProcessProof, text, uint32, uint64))
 def test_a_process_survives_the_wire(instance: Instance, proof: ProcessProof) -> None:
     assert convert.instance_from(convert.instance_to(instance), "instance") == instance
@@ -370,7 +359,6 @@ def test_an_unknown_finish_reason_does_not_make_an_answer_endless() -> None:
     assert got.is_last
 
 
-@on_any_machine
 @given(st.floats(0.0, 1e8))
 def test_a_duration_keeps_its_nanoseconds(seconds: float) -> None:
     assert convert.duration_from(convert.duration_to(seconds)) == pytest.approx(seconds, rel=1e-12, abs=2e-9)

@@ -264,7 +264,6 @@ async def attacked() -> AsyncIterator[Attacked]:
 
 @settings(
     max_examples=25,
-    deadline=None,
     derandomize=True,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),

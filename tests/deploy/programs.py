@@ -9,16 +9,10 @@ from unittest.mock import patch
 import click
 from click.core import ParameterSource
 
-import services.decode.__main__ as decode
-import services.prefill.__main__ as prefill
-import services.router.__main__ as router
+from deploy.helm.options import COMMANDS
 from pd_common.cli.main import main as pdctl
 
-PROGRAMS: Mapping[str, click.Command] = {
-    "pd-router": router.main,
-    "pd-prefill": prefill.main,
-    "pd-decode": decode.main,
-}
+PROGRAMS: Mapping[str, click.Command] = {f"pd-{role}": command for role, command in COMMANDS.items()}
 
 
 def parsed(command: Sequence[str], environment: Mapping[str, str]) -> click.Context:

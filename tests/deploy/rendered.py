@@ -21,10 +21,15 @@ _INDEX = "apps.kubernetes.io/pod-index"
 Object = dict[str, Any]
 
 
+def run_helm(*arguments: str | Path, given: str = "") -> subprocess.CompletedProcess[str]:
+    """Whatever comes of it; `given` is its standard input."""
+    command = [str(helm()), *map(str, arguments)]
+    return subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+
+
 def render(values: Mapping[str, Any], *options: str) -> list[Object]:
     """All objects of a release with these values; `options` are more of helm's."""
-    command = [str(helm()), "template", RELEASE, str(CHART), "--values", "-", *options]
-    done = subprocess.run(command, input=yaml.safe_dump(dict(values)), capture_output=True, text=True, check=False)
+    done = run_helm("template", RELEASE, CHART, "--values", "-", *options, given=yaml.safe_dump(dict(values)))
     assert done.returncode == 0, done.stderr
     return [each for each in yaml.safe_load_all(done.stdout) if each is not None]
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import click
 import pytest
 import yaml  # type: ignore[import-untyped]
-from click.core import ParameterSource
 
-from deploy.helm.options import COMMANDS, Option, options_of, variables_of
+from deploy.helm.options import Option, options_of, variables_of
 from deploy.helm.values import all_values
-from pd_common.cli.main import main as pdctl
 from pd_common.types import Role
+from tests.deploy.programs import PROGRAMS, from_environment, parsed
 from tests.deploy.rendered import RELEASE, Object, of_kind
 from tests.deploy.rules import DOCS, ROOT, named
 from tests.deploy.schemas import VERSIONS, complaints
@@ -335,17 +331,14 @@ def test_the_router_is_told_the_services_of_engines(name: str) -> None:
 
 
 @each_set
-def test_processes_understand_what_they_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_understand_what_they_are_told(name: str) -> None:
     for pod in processes(name):
         role = Role(pod.labels["app.kubernetes.io/component"])
         assert pod.main["command"] == [f"pd-{role}"]
         told = {variable for variable in pod.plain if variable.startswith("PD_")}
         assert told <= variables_of(role)
-        with monkeypatch.context() as patch:
-            _only(patch, pod.plain)
-            context = COMMANDS[role].make_context(f"pd-{role}", list(pod.main.get("args", ())))
-        sources = [context.get_parameter_source(parameter.name or "") for parameter in COMMANDS[role].params]
-        assert sources.count(ParameterSource.ENVIRONMENT) == len(told), pod.name
+        understood = parsed([*pod.main["command"], *pod.main.get("args", ())], pod.plain)
+        assert len(from_environment(understood)) == len(told), pod.name
 
 
 @each_set
@@ -360,16 +353,12 @@ def test_no_variable_stands_twice_and_the_others_are_those_of_libraries(name: st
 
 
 @each_set
-def test_programs_in_pods_exist_and_take_their_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_in_pods_exist_and_take_their_arguments(name: str) -> None:
     for pod in pods(name):
-        with monkeypatch.context() as patch:
-            _only(patch, pod.plain)
-            for program, *arguments in _commands(pod.main):
-                assert program in {"sleep", "pdctl", *(f"pd-{role}" for role in Role)}, pod.name
-                if program == "pdctl":
-                    command = pdctl.get_command(click.Context(pdctl), arguments[0])
-                    assert command is not None
-                    command.make_context(arguments[0], arguments[1:])
+        for command in _commands(pod.main):
+            assert command[0] in {"sleep", "pdctl", *PROGRAMS}, pod.name
+            if command[0] == "pdctl":
+                parsed(command, pod.plain)
 
 
 @each_set
@@ -409,10 +398,3 @@ def _commands(container: Object) -> Iterator[list[str]]:
     probes = [container.get(f"{kind}Probe", {}) for kind in ("startup", "liveness", "readiness")]
     hooks = [*probes, container.get("lifecycle", {}).get("preStop", {})]
     yield from (hook["exec"]["command"] for hook in hooks if "exec" in hook)
-
-
-def _only(patch: pytest.MonkeyPatch, variables: Mapping[str, Any]) -> None:
-    for variable in [each for each in os.environ if each.startswith("PD_")]:
-        patch.delenv(variable)
-    for variable, value in variables.items():
-        patch.setenv(variable, value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import subprocess
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from tests.deploy.rendered import CHART, RELEASE, Object
+from tests.deploy.rendered import CHART, RELEASE, Object, run_helm
 from tests.deploy.rules import DASHBOARD, RULES
-from tests.deploy.tools import helm
 
 HERE = Path(__file__).parent
 NAMES = sorted(file.stem for file in (HERE / "values").glob("*.yaml"))
@@ -84,7 +82,7 @@ def lint(name: str) -> None:
 def refusal(values: Mapping[str, Any], kubernetes: str) -> str:
     """What helm says to wrong values."""
     wrong = yaml.safe_dump(values)
-    done = _run("template", RELEASE, CHART, "--kube-version", kubernetes, "--values", "-", given=wrong)
+    done = run_helm("template", RELEASE, CHART, "--kube-version", kubernetes, "--values", "-", given=wrong)
     assert done.returncode != 0, f"these are taken: {wrong}"
     return done.stderr
 
@@ -94,11 +92,6 @@ def _read(text: str) -> list[Object]:
 
 
 def _helm(*arguments: str | Path) -> str:
-    done = _run(*arguments)
+    done = run_helm(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def _run(*arguments: str | Path, given: str = "") -> subprocess.CompletedProcess[str]:
-    command = [str(helm()), *map(str, arguments)]
-    return subprocess.run(command, input=given, capture_output=True, text=True, check=False)

@@ -164,7 +164,7 @@ def test_without_tokenizer_there_are_token_ids_and_no_text() -> None:
     assert (last.token_ids, last.text, last.finish) == ((8,), "", FinishReason.LENGTH)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.text("ab👍", max_size=20), st.lists(st.text("ab👍", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_streamed_text_is_the_text_before_the_first_stop_string(text: str, stop: list[str]) -> None:
     """One character per token group, so the first match to be complete decides, as it would in the finished text."""

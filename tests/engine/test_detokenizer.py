@@ -85,7 +85,7 @@ def test_pieces_are_the_text_and_no_piece_has_half_a_character(kind: str, text: 
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(before=st.text(max_size=12), after=st.text(max_size=30))
 def test_prompt_and_answer_join_without_a_seam(kind: str, before: str, after: str) -> None:
     """The leading space of an answer is there, because the prompt came before it."""

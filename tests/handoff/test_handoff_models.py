@@ -305,6 +305,6 @@ class MemoryHistory(RuleBasedStateMachine):
 
 
 TestTableHistory = TableHistory.TestCase
-TestTableHistory.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestTableHistory.settings = settings(max_examples=100, stateful_step_count=40)
 TestMemoryHistory = MemoryHistory.TestCase
-TestMemoryHistory.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestMemoryHistory.settings = settings(max_examples=100, stateful_step_count=40)

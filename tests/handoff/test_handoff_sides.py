@@ -313,6 +313,6 @@ def _over(task: asyncio.Task[None]) -> bool:
 
 
 TestBothSides = BothSides.TestCase
-TestBothSides.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBothSides.settings = settings(max_examples=150, stateful_step_count=40)
 TestLies = Lies.TestCase
-TestLies.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestLies.settings = settings(max_examples=80, stateful_step_count=30)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -74,7 +74,6 @@ class AllocatorMachine(RuleBasedStateMachine):
 TestAllocatorMachine = AllocatorMachine.TestCase
 
 
-@settings(deadline=None)
 @given(st.permutations(range(24)))
 def test_freeing_in_any_order_returns_to_the_start(order: list[int]) -> None:
     allocator = PageAllocator(24)

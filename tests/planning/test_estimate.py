@@ -135,7 +135,7 @@ async def _really_sent(prompt: Prompt, cuts: Cuts) -> tuple[int, ...]:
     return tuple(pages)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_sends_are_those_that_prefill_makes(data: st.DataObject) -> None:
     tokens = data.draw(st.integers(1, 100), "tokens")

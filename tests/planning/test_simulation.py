@@ -85,7 +85,7 @@ def test_as_many_requests_are_there_as_littles_law_says() -> None:
     assert outcome.decode_answers * outcome.decode_busy == pytest.approx(rate_per_s * there_s, rel=0.02)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 1000),
     per_s=st.floats(1, 12),
@@ -112,7 +112,7 @@ def test_a_request_waits_for_pages_until_an_answer_ends() -> None:
     assert simulate(small, Fleet(1, 2), [Arrival(0.0, 1000, 100)] * 2).served[1].memory_s == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 150), st.sampled_from((1, 2, 17, 100, 200))), min_size=1, max_size=40),
     reserve=st.integers(0, 64),

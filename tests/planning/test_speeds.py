@@ -44,7 +44,7 @@ def _seen_with(speeds: Speeds) -> tuple[list[Single], list[Burst], list[Gap]]:
     return singles, bursts, gaps
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     prefill=st.builds(PrefillSpeed, st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.floats(0, 1e-7)),
     handoff=st.builds(HandoffSpeed, st.floats(0, 0.1), st.floats(0, 1e-4)),
@@ -67,7 +67,7 @@ def test_what_takes_no_time_is_no_measurement() -> None:
         fit(SPEEDS.settings, singles, [*bursts[1:], Burst(256, 4, 0.0)], gaps)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(noise=st.lists(st.floats(0.7, 1.4), min_size=14, max_size=14))
 def test_no_speed_is_negative_whatever_was_seen(noise: list[float]) -> None:
     singles, bursts, gaps = _seen_with(SPEEDS)

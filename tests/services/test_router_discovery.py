@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from pd_common.config import DnsName
 from pd_common.control.connection import dial_plain
 from pd_common.control.server import ControlServer
 from pd_common.errors import InternalError, NoWorkers
@@ -31,6 +30,7 @@ from services.router.discovery import Lookup, reconcile, resolve
 from services.router.dispatch import Dispatcher
 from services.router.policy import LeastLoaded
 from services.router.probe import Prober
+from services.router.sources import DnsName
 from services.router.workers import Workers
 from tests.services.engine_server import EngineServer, ending, soon
 from tests.services.pair import until

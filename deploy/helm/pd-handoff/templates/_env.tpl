@@ -75,12 +75,16 @@
 - {name: PD_GRPC_PORT, value: "8001"}
 {{- end -}}
 
-{{- define "pd.securityEnv" -}}
-{{- $values := .root.Values -}}
-{{- if $values.tls.enabled }}
+{{- define "pd.certificateEnv" -}}
 - {name: PD_TLS_CERT, value: /etc/pd/tls/tls.crt}
 - {name: PD_TLS_KEY, value: /etc/pd/tls/tls.key}
 - {name: PD_TLS_CA, value: /etc/pd/tls/ca.crt}
+{{- end -}}
+
+{{- define "pd.securityEnv" -}}
+{{- $values := .root.Values -}}
+{{- if $values.tls.enabled }}
+{{ include "pd.certificateEnv" . }}
 {{- if and (eq .role "router") (not $values.tls.clientsNeedCertificates) }}
 - {name: PD_TLS_VERIFY_CLIENTS, value: "false"}
 {{- end }}

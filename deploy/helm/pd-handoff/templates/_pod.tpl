@@ -1,4 +1,4 @@
-{{/* The pod of every role. Takes a dict of root, role, and workload: the name of what owns the pod. */}}
+{{/* The pod of every role. Takes a dict of root, role, workload (the name of what owns the pod), and of ranks their group. */}}
 
 {{- define "pd.pod" -}}
 {{- $values := .root.Values -}}
@@ -7,6 +7,9 @@
 metadata:
   labels:
     {{- include "pd.selector" . | nindent 4 }}
+    {{- if hasKey . "group" }}
+    pd-handoff/group: {{ .group | quote }}
+    {{- end }}
     app.kubernetes.io/part-of: pd-handoff
     {{- with merge (dict) $settings.podLabels $values.commonLabels }}
     {{- toYaml . | nindent 4 }}
