@@ -202,7 +202,8 @@ class Decode:
 
     def _growth(self, room: Room) -> int:
         tokens = self._kv_tokens(room)
-        soon = min(tokens + self._settings.num_reserved_decode_tokens, room.longest)
+        # The next token at least: who comes back without a page for it would give all up again in the same moment.
+        soon = min(tokens + max(self._settings.num_reserved_decode_tokens, 1), room.longest)
         return self._settings.pages_of(soon) - self._settings.pages_of(tokens)
 
     def _kv_tokens(self, room: Room) -> int:

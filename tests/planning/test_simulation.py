@@ -130,6 +130,15 @@ def test_with_too_little_memory_answers_give_pages_up_and_all_come_to_their_end(
     assert made == tokens
 
 
+def test_who_has_given_its_pages_up_comes_back_only_if_it_can_go_on() -> None:
+    """While a prompt that is being computed holds the rest of the memory it could not, however often it came back."""
+    few = Settings(kv_cache_tokens=352, num_reserved_decode_tokens=0, max_running_requests=2)
+    lengths = [(31, 17), (150, 17), (150, 100), (31, 1)]
+    arrivals = [Arrival(0.01 * number, *each) for number, each in enumerate(lengths)]
+    outcome = simulate(replace(SPEEDS, settings=few), Fleet(1, 1), arrivals)
+    assert outcome.retractions < len(arrivals)
+
+
 def test_answers_are_retracted_only_when_pages_run_out() -> None:
     arrivals = [Arrival(0.0, 100, 200)] * 6
     tight = replace(SPEEDS, settings=Settings(kv_cache_tokens=1024, num_reserved_decode_tokens=16))
